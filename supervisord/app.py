@@ -1,0 +1,296 @@
+"""The composition root: builds the parts, wires them, runs the loop, and ends all of it within bounds."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event
+from typing import Any, Final
+
+from supervisord import __version__
+from supervisord.config import ConfigError, load
+from supervisord.control.listen import ListenError
+from supervisord.control.routes import InJournal, LogChunk, Reloaded
+from supervisord.control.server import ControlServer
+from supervisord.core import durable, requests, status
+from supervisord.core.messages import Answer, Booted, EndRequested, Op, Reconfigured, Reply, Requested, Severity
+from supervisord.core.model import LaunchPlan, Node
+from supervisord.core.spec import EngineSpec, NodeSpec, SupervisorSpec
+from supervisord.effects import NodeEffects, Parts
+from supervisord.engine.launch import build_plan
+from supervisord.lanes import Lanes
+from supervisord.launcher.base import StateDirBusy, StateDirError
+from supervisord.launcher.plain import PlainLauncher
+from supervisord.launcher.statedir import lock_state_dir
+from supervisord.log import Journal
+from supervisord.loop import Board, Inbox, Loop
+from supervisord.schedule import Schedule
+from supervisord.state import StateFile
+from supervisord.systemd.notify import Notifier
+
+EXIT_OK: Final = 0
+EXIT_CANNOT: Final = 1
+EXIT_CONFIG: Final = 2
+EXIT_INTERNAL: Final = 70
+EXIT_BUSY: Final = 75
+
+ANSWER_S: Final = 8.0
+"""How long a control request waits for the loop and the disk."""
+
+FLUSH_S: Final = 2.0
+
+
+def run(config_path: Path) -> int:
+    """The daemon, in the foreground, until it is told to end. Returns the exit code (design section 6)."""
+    try:
+        loaded = load(config_path, trust=os.geteuid() == 0)
+    except ConfigError as error:
+        for problem in error.problems:
+            _say(str(problem))
+        return EXIT_CONFIG
+    state_dir = Path(loaded.spec.supervisor.state_dir)
+    try:
+        lock = lock_state_dir(state_dir)
+    except StateDirBusy as error:
+        _say(str(error))
+        return EXIT_BUSY
+    except StateDirError as error:
+        _say(str(error))
+        return EXIT_CANNOT
+    with lock:
+        journal = Journal()
+        for warning in loaded.warnings:
+            journal.tell("config_warning", warning, Severity.WARNING)
+        try:
+            return Daemon(config_path, loaded.spec, journal).run()
+        except ListenError as error:
+            journal.tell("cannot_listen", str(error), Severity.ERROR)
+            return EXIT_BUSY if error.busy else EXIT_CANNOT
+        finally:
+            journal.close()
+
+
+class Replies:
+    """Answers of the loop to control requests, by number."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, SimpleQueue[Reply]] = {}
+
+    def ask(self, send: Callable[[int], None], timeout_s: float) -> Reply:
+        """Send a request under a new number and wait for its answer. Raises TimeoutError."""
+        number = next(self._numbers)
+        box = self._waiting[number] = SimpleQueue()
+        try:
+            send(number)
+            return box.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError from None
+        finally:
+            del self._waiting[number]
+
+    def answer(self, reply: Reply) -> None:
+        """Hand an answer over; nobody waits any more: dropped."""
+        box = self._waiting.get(reply.request)
+        if box is not None:
+            box.put(reply)
+
+
+class Daemon:
+    """One running node: its parts, and what the control API asks of them."""
+
+    def __init__(self, config_path: Path, spec: NodeSpec, journal: Journal) -> None:
+        self._config_path = config_path
+        self._as_root = os.geteuid() == 0
+        self._journal = journal
+        self._notifier = Notifier()
+        self._base_env: Mapping[str, str] = dict(os.environ)
+        self._replies = Replies()
+        self._inbox: Inbox = SimpleQueue()
+        self._lanes = Lanes(self._on_bug)
+        state_dir = Path(spec.supervisor.state_dir)
+        self._state = StateFile(state_dir, self._on_trouble)
+        self._launcher = PlainLauncher(state_dir, self._on_exit, self._on_trouble)
+        self._found = self._launcher.recover()
+        node = self._first_node(spec)
+        self._board = Board(node)
+        self._effects = NodeEffects(
+            Parts(
+                inbox=self._inbox,
+                lanes=self._lanes,
+                launcher=self._launcher,
+                plan=self._plan,
+                journal=journal,
+                notifier=self._notifier,
+                board=self._board,
+                state=self._state,
+                answer=self._replies.answer,
+            )
+        )
+        self._loop = Loop(node, self._inbox, self._effects)
+        self._schedule = Schedule(self._inbox, spec.supervisor.poll_interval_s)
+        self._control = ControlServer(spec.supervisor.socket, self, self._on_control_error)
+
+    def run(self) -> int:
+        """Serve until the loop has ended everything."""
+        spec = self._loop.node.spec.supervisor
+        self._control.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, lambda *_: self._lanes.submit("reload", self._reload_by_signal))
+        text = f"vllm-supervisor {__version__} runs, pid {os.getpid()}; socket {spec.socket}, state in {spec.state_dir}"
+        self._journal.tell("daemon_started", text, Severity.NOTICE)
+        self._inbox.put(Booted(self._found))
+        self._schedule.start()
+        try:
+            self._loop.run()
+        except Exception as error:  # noqa: BLE001 - a bug in the core: say all that is known, and let systemd start us anew
+            self._on_bug("the loop", error)
+            return EXIT_INTERNAL
+        finally:
+            self._close()
+        self._journal.tell("daemon_ended", "ended: nothing of any engine is left", Severity.NOTICE)
+        return EXIT_OK
+
+    def _close(self) -> None:
+        self._control.close()
+        self._schedule.stop()
+        flushed = Event()
+        self._lanes.submit("state", flushed.set)
+        flushed.wait(FLUSH_S)
+        self._launcher.close()
+
+    # --- building -----------------------------------------------------------------------------------------------
+
+    def _first_node(self, spec: NodeSpec) -> Node:
+        saved, same_boot = self._state.load()
+        now = time.monotonic()
+        return Node(
+            spec=spec,
+            version=__version__,
+            launcher="plain",
+            pid=os.getpid(),
+            since=now,
+            engines=durable.restore(spec, self._plan_ids(spec), saved, now, same_boot=same_boot),
+        )
+
+    def _plan(self, spec: EngineSpec) -> LaunchPlan:
+        return build_plan(spec, as_root=self._as_root, base_env=self._base_env)
+
+    def _plan_ids(self, spec: NodeSpec) -> dict[str, str]:
+        return {name: self._plan(engine).plan_id for name, engine in spec.engines.items()}
+
+    # --- what arrives from outside the loop -----------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._inbox.put(EndRequested(signal.Signals(number).name))
+
+    def _on_exit(self, engine: str, generation: int, code: int | None, number: int | None) -> None:
+        self._effects.on_exit(engine, generation, code, number)
+
+    def _on_trouble(self, message: str) -> None:
+        self._journal.tell("trouble", message, Severity.WARNING)
+
+    def _on_control_error(self, where: str, error: Exception) -> None:
+        self._on_bug(where, error)
+
+    def _on_bug(self, where: Hashable, error: BaseException) -> None:
+        """Something that must not happen: told in one line, with the details in a file for its maintainers."""
+        state_dir = Path(self._loop.node.spec.supervisor.state_dir)
+        path = state_dir / f"bug-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%f}.txt"
+        details = "".join(traceback.format_exception(error))
+        try:
+            path.write_text(f"{where}\n\n{details}\n{self._loop.node!r}\n", encoding="utf-8")
+        except OSError:
+            self._journal.tell("bug", details, Severity.CRITICAL)
+        text = f"internal error in {where}: {type(error).__name__}: {error}; please report it with {path}"
+        self._journal.tell("bug", text, Severity.CRITICAL)
+
+    # --- control.routes.Handlers --------------------------------------------------------------------------------
+
+    def status(self) -> tuple[int, dict[str, Any]]:
+        """Give the serial and the status document."""
+        return _document(*self._board.read())
+
+    def wait(self, after: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        """Do the same as soon as there is a newer one."""
+        return _document(*self._board.wait(after, timeout_s))
+
+    def request(self, op: Op, engine: str, at_once: bool, actor: str) -> tuple[Answer, str]:
+        """Hand a request to the loop and wait for its answer."""
+        reply = self._replies.ask(
+            lambda number: self._inbox.put(Requested(number, op, engine, actor, at_once)), ANSWER_S
+        )
+        return reply.answer, reply.message
+
+    def reload(self, actor: str) -> Reloaded:
+        """Read and validate the configuration; apply it only if all of it is right."""
+        try:
+            loaded = load(self._config_path, trust=self._as_root)
+        except ConfigError as error:
+            return Reloaded(accepted=False, messages=tuple(str(problem) for problem in error.problems))
+        plan_ids = self._plan_ids(loaded.spec)
+        _, node = self._board.read()
+        changes = requests.changes(node, loaded.spec, plan_ids)
+        messages = [f"{name} {text}" for name, text in changes.items()]
+        messages += fixed_settings(node.spec.supervisor, loaded.spec.supervisor)
+        reply = self._replies.ask(
+            lambda number: self._inbox.put(Reconfigured(loaded.spec, plan_ids, actor, number)), ANSWER_S
+        )
+        self._schedule.set_interval(loaded.spec.supervisor.poll_interval_s)
+        accepted = reply.answer is Answer.ACCEPTED
+        return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), tuple(changes))
+
+    def log(self, engine: str, offset: int | None, limit: int) -> LogChunk | InJournal | None:
+        """Read a part of an engine's log file."""
+        _, node = self._board.read()
+        if engine not in node.engines:
+            return None
+        try:
+            with self._launcher.log_path(engine).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = max(0, size - limit) if offset is None else (offset if offset <= size else 0)
+                file.seek(start)
+                data = file.read(limit)
+        except FileNotFoundError:
+            start, data = 0, b""
+        return LogChunk(data, start, start + len(data), node.engines[engine].generation)
+
+    def _reload_by_signal(self) -> None:
+        try:
+            outcome = self.reload("SIGHUP")
+        except TimeoutError:
+            outcome = Reloaded(accepted=False, messages=("the loop did not answer in time",))
+        severity = Severity.NOTICE if outcome.accepted else Severity.ERROR
+        verb = "reloaded" if outcome.accepted else "cannot reload, nothing was changed"
+        self._journal.tell("reload", f"{verb}: {'; '.join(outcome.messages) or 'no change'}", severity)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def fixed_settings(old: SupervisorSpec, new: SupervisorSpec) -> list[str]:
+    """What a reload cannot change while the daemon runs, said in words."""
+    names = ("state_dir", "socket", "listen", "launcher")
+    return [
+        f"supervisor.{name} is used from the next start of the daemon on: {getattr(new, name)!r}"
+        for name in names
+        if getattr(old, name) != getattr(new, name)
+    ]
+
+
+def _document(serial: int, node: Node) -> tuple[int, dict[str, Any]]:
+    return serial, status.of(node, time.monotonic(), time.time(), _stamp)
+
+
+def _stamp(at: float) -> str:
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

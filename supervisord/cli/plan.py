@@ -1,0 +1,93 @@
+"""`vllm-supervisor plan [ENGINE]`: what exactly would be started, and why each part of it.
+
+Changes nothing and needs no daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from supervisord.cli.check_config import EXIT_INVALID, EXIT_OK, print_problems
+from supervisord.config import DEFAULT_PATH, ConfigError, daemon_is_root, load
+from supervisord.config_problems import printable
+from supervisord.engine.launch import explain
+
+if TYPE_CHECKING:
+    from supervisord.core.spec import EngineSpec, NodeSpec
+    from supervisord.engine.launch import Explanation
+
+EXIT_UNKNOWN_ENGINE = 5
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command line."""
+    parser = subparsers.add_parser("plan", help="show how engines would be started", description=__doc__)
+    parser.add_argument("engine", metavar="ENGINE", nargs="?", help="default: every engine")
+    parser.add_argument("--config", metavar="FILE", type=Path, default=DEFAULT_PATH, help=f"default: {DEFAULT_PATH}")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the plans. 0: all could be launched, 2: invalid configuration or plan, 5: unknown engine."""
+    path: Path = args.config
+    as_root = daemon_is_root(path)
+    try:
+        loaded = load(path, trust=as_root, check_files=False)
+    except ConfigError as error:
+        print_problems(error, path)
+        return EXIT_INVALID
+    engines = loaded.spec.engines
+    if args.engine is not None and args.engine not in engines:
+        known = ", ".join(engines) or "none"
+        wanted = printable(args.engine)
+        print(f'cannot plan engine "{wanted}": {path} has no such engine; it has: {known}', file=sys.stderr)
+        return EXIT_UNKNOWN_ENGINE
+    for warning in loaded.warnings:
+        print(f"warning: {printable(warning)}", file=sys.stderr)
+    failed = False
+    for spec in engines.values() if args.engine is None else (engines[args.engine],):
+        found = explain(spec, as_root=as_root, base_env=os.environ, origins=loaded.origins)
+        print("\n".join(map(printable, _page(spec, found, loaded.spec))), end="\n\n")
+        failed = failed or bool(found.plan.errors)
+        for sentence in found.plan.errors:
+            print(printable(sentence), file=sys.stderr)
+    return EXIT_INVALID if failed else EXIT_OK
+
+
+def _page(spec: EngineSpec, found: Explanation, node: NodeSpec) -> Iterator[str]:
+    plan = found.plan
+    yield f"engine {spec.name}"
+    yield f"  user     {plan.user or 'that of the daemon'}"
+    yield f"  vllm     {found.version or 'version unknown: only flags that every release has are added'}"
+    yield f"  profile  {spec.profile} (adds no flags)"
+    yield f"  plan     {plan.plan_id[:16]}"
+    yield "command"
+    *lines, last = [fact.value for fact in found.command]
+    yield from (f"  {line} \\" for line in lines)
+    yield f"  {last}"
+    yield "origin of its parts"
+    width = max(len(fact.what) for fact in found.command)
+    yield from (f"  {fact.what:{width}}  {fact.origin}" for fact in found.command)
+    yield "environment"
+    yield from (f"  {fact.what}={fact.value}  ({fact.origin})" for fact in found.environment)
+    yield f"  and inherited from the daemon (here: this shell): {', '.join(found.inherited) or 'nothing'}"
+    yield from (f"  {name} is set here, but engines do not get it" for name in found.left_out)
+    yield "gates before a start"
+    yield from (f"  {gate}" for gate in _gates(spec, node))
+
+
+def _gates(spec: EngineSpec, node: NodeSpec) -> Iterator[str]:
+    """The gates that this engine has to pass, by the codes that `status` shows."""
+    if spec.gpus:
+        gpus = f"(GPU {', '.join(spec.gpus)})"
+        yield "driver_not_ready: the NVIDIA driver answers"
+        yield f"gpu_missing, gpu_quarantined {gpus}: present and healthy"
+        yield f"gpu_busy_starting {gpus}: no other engine starts or stops there"
+        yield f"gpu_memory_held {gpus}: as much memory is free as the engine will claim"
+    yield f"port_held: nobody listens on {spec.host}:{spec.port}"
+    yield f"disk_full: free space for {node.supervisor.state_dir}, caches and /dev/shm"
+    yield f"at most {node.supervisor.max_parallel_starts} engines start at a time"

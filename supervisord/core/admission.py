@@ -1,0 +1,99 @@
+"""Who may start now: the gates of the node, the launch, and the terminal states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from supervisord.core.messages import Launch, Severity
+from supervisord.core.model import Engine, Failed, FailedKind, Reason, Starting, Stopping, Waiting
+from supervisord.core.turn import Turn
+
+GATE_RECHECK_S: Final = 5.0
+"""How often a closed outside gate is looked at again."""
+
+INTERNAL_RECHECK_S: Final = 60.0
+"""A gate inside the node opens by an event; this is only the net below it."""
+
+INTERNAL_GATES: Final = frozenset({"max_parallel_starts", "gpu_busy_starting"})
+
+
+def admit(turn: Turn, engine: Engine) -> None:
+    """Start a wanted engine, or let it wait at a gate of the node."""
+    if turn.node.ending or engine.launching is not None:
+        return
+    blocked = _internal_gate(turn, engine)
+    if blocked is not None:
+        wait(turn, engine, blocked, turn.now + INTERNAL_RECHECK_S)
+        return
+    generation = engine.generation + 1
+    engine = replace(engine, launching=generation, sample=None, ready_since=None, warmup=None)
+    if isinstance(engine.phase, Waiting):
+        # Stay visibly waiting while the outside gates are looked at again: no flapping in status.
+        turn.put(replace(engine, phase=replace(engine.phase, recheck_at=give_up_at(turn, engine))))
+    else:
+        turn.enter(engine, Starting(progress_at=turn.now, give_up_at=give_up_at(turn, engine)))
+    turn.do(Launch(engine.spec.name, generation))
+
+
+def admit_waiting(turn: Turn) -> None:
+    """Let in who waits at a gate of the node; called when a step may have opened one."""
+    for engine in turn.engines():
+        phase = engine.phase
+        if isinstance(phase, Waiting) and phase.reason.code in INTERNAL_GATES:
+            current = turn.engine(engine.spec.name)
+            if current is engine:
+                admit(turn, engine)
+
+
+def give_up_at(turn: Turn, engine: Engine) -> float:
+    """When a start that begins now has taken too long in all."""
+    return turn.now + engine.spec.start_timeout_max_s
+
+
+def _internal_gate(turn: Turn, engine: Engine) -> Reason | None:
+    """The gates that only this node's own engines can close.
+
+    vLLM profiles free GPU memory while it starts: two at once on one GPU corrupt each other, often silently (measured:
+    3 of 3 pairs on an H200, two of them without an error).
+    """
+    others = [e for e in turn.engines() if e.spec.name != engine.spec.name]
+    starting = [e for e in others if isinstance(e.phase, Starting) or e.launching is not None]
+    mine = set(engine.spec.gpus)
+    busy = (e for e in others if mine.intersection(e.spec.gpus) and (e in starting or isinstance(e.phase, Stopping)))
+    holder = next(busy, None)
+    if holder is not None:
+        return Reason(
+            "gpu_busy_starting",
+            f"engine {holder.spec.name} is {holder.state.value} on the same GPU; one at a time, or both lose KV cache",
+        )
+    limit = turn.node.spec.supervisor.max_parallel_starts
+    if len(starting) >= limit:
+        return Reason("max_parallel_starts", f"{len(starting)} engines are starting, max_parallel_starts is {limit}")
+    return None
+
+
+def wait(turn: Turn, engine: Engine, reason: Reason, recheck_at: float) -> None:
+    """Wait at a gate; said once for as long as the reason stays the same."""
+    old = engine.phase
+    if not (isinstance(old, Waiting) and old.reason == reason):
+        turn.record(
+            "waiting",
+            engine,
+            f"{engine.spec.name} waits: {reason.message}",
+            severity=Severity.NOTICE if reason.code in INTERNAL_GATES else Severity.WARNING,
+            reason=reason,
+        )
+    turn.enter(engine, Waiting(reason, recheck_at))
+
+
+def fail(turn: Turn, engine: Engine, kind: FailedKind, message: str) -> None:
+    """Enter a terminal state that only a human or a changed configuration clears."""
+    turn.enter(engine, Failed(kind, message))
+    turn.record(
+        "failed",
+        engine,
+        f"{engine.spec.name} failed ({kind.value}): {message}",
+        severity=Severity.CRITICAL if kind is FailedKind.UNKILLABLE else Severity.ERROR,
+        reason=kind.value,
+    )

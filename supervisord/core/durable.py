@@ -1,0 +1,138 @@
+"""What of the node must survive the daemon, as plain JSON values, and back.
+
+Times are monotonic seconds and mean something only within one boot. What is read back may be half-written or edited by
+hand: every value is checked, a wrong one is as good as an absent one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from supervisord.core.model import (
+    Engine,
+    ExitClass,
+    Failed,
+    FailedKind,
+    LastExit,
+    Node,
+    Phase,
+    Stopped,
+)
+from supervisord.core.spec import EngineSpec, NodeSpec
+
+Saved = dict[str, Any]
+
+
+def save(node: Node) -> dict[str, Saved]:
+    """The durable part of every engine, by name."""
+    return {engine.spec.name: save_engine(engine) for engine in node.engines.values() if not engine.removed}
+
+
+def save_engine(engine: Engine) -> Saved:
+    """The durable part of one engine, ready for JSON."""
+    phase, last = engine.phase, engine.last_exit
+    failed = isinstance(phase, Failed) and phase.kind is not FailedKind.UNKILLABLE
+    return {
+        "generation": engine.generation,
+        "wanted": engine.wanted,
+        "plan_id": engine.plan_id,
+        "good_plan_id": engine.good_plan_id,
+        "warm_generation": engine.warm_generation,
+        "failures": engine.failures,
+        "restart_times": list(engine.restart_times),
+        "failed": {"kind": phase.kind.value, "message": phase.message}
+        if isinstance(phase, Failed) and failed
+        else None,
+        "last_exit": None
+        if last is None
+        else {
+            "class": last.kind.value,
+            "code": last.code,
+            "signal": last.signal,
+            "at": last.at,
+            "generation": last.generation,
+            "advice": last.advice,
+        },
+    }
+
+
+def restore(
+    spec: NodeSpec, plan_ids: Mapping[str, str], saved: Mapping[str, Any], now: float, *, same_boot: bool
+) -> dict[str, Engine]:
+    """The engines of a starting daemon.
+
+    An operator's stop or start survives within one boot; a reboot applies `autostart`. Generations always go on.
+    `failed: config` is tried again by a daemon start, a crash loop is not (same boot, same launch plan).
+    """
+    return {
+        name: _restore_engine(engine, plan_ids[name], _mapping(saved.get(name)), now, same_boot=same_boot)
+        for name, engine in spec.engines.items()
+    }
+
+
+def _restore_engine(spec: EngineSpec, plan_id: str, saved: Mapping[str, Any], now: float, *, same_boot: bool) -> Engine:
+    wanted, times, failures = spec.autostart, (), 0
+    phase: Phase = Stopped()
+    last_exit: LastExit | None = None
+    if same_boot:
+        wanted = saved["wanted"] if isinstance(saved.get("wanted"), bool) else wanted
+        times = tuple(t for t in _list(saved.get("restart_times")) if _is_number(t) and t <= now)
+        failures = _count(saved.get("failures"))
+        last_exit = _last_exit(_mapping(saved.get("last_exit")))
+        failed = _mapping(saved.get("failed"))
+        if failed.get("kind") == FailedKind.CRASH_LOOP.value and saved.get("plan_id") == plan_id:
+            phase = Failed(FailedKind.CRASH_LOOP, str(failed.get("message", "")))
+    return Engine(
+        spec=spec,
+        plan_id=plan_id,
+        phase=phase,
+        since=now,
+        wanted=wanted,
+        generation=_count(saved.get("generation")),
+        restart_times=times,
+        failures=failures,
+        good_plan_id=_text(saved.get("good_plan_id")),
+        warm_generation=_count(saved.get("warm_generation")),
+        last_exit=last_exit,
+    )
+
+
+def _last_exit(saved: Mapping[str, Any]) -> LastExit | None:
+    kinds = {kind.value: kind for kind in ExitClass}
+    kind = saved.get("class")
+    if not isinstance(kind, str) or kind not in kinds or not _is_number(saved.get("at")):
+        return None
+    return LastExit(
+        kind=kinds[kind],
+        code=_integer(saved.get("code")),
+        signal=_integer(saved.get("signal")),
+        at=float(saved["at"]),
+        generation=_count(saved.get("generation")),
+        advice=_text(saved.get("advice")) or "",
+    )
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # noqa: PLR0124 (NaN)
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _count(value: object) -> int:
+    number = _integer(value)
+    return number if number is not None and number >= 0 else 0

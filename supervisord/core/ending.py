@@ -1,0 +1,307 @@
+"""From running to gone: drain, SIGTERM, SIGKILL, and what follows when nothing of the engine is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from signal import Signals
+from typing import Final
+
+from supervisord.core import admission, policy
+from supervisord.core.classify import classify
+from supervisord.core.messages import Abandon, Exited, Probe, Sampled, Severity, Sweep, Swept, Terminate
+from supervisord.core.model import (
+    After,
+    Backoff,
+    Draining,
+    Engine,
+    ExitClass,
+    Failed,
+    FailedKind,
+    LastExit,
+    Ready,
+    Reason,
+    Starting,
+    Stopped,
+    Stopping,
+    Waiting,
+    Warming,
+)
+from supervisord.core.turn import Turn
+
+REPEAT_TERM_S: Final = 2.0
+"""vLLM swallows a SIGTERM while its engine initialises (3 of 3, CPU and CUDA); a second one ends it."""
+
+UNKILLABLE_AFTER_S: Final = 30.0
+"""What lives this long after SIGKILL sits in the kernel; normal is under 0.3 s, 9 s for GPU memory of a killed rank."""
+
+SWEEP_AGAIN_S: Final = 1.0
+DRAIN_LOOK_S: Final = 1.0
+
+
+def stop(turn: Turn, engine: Engine, after: After, cause: Reason, *, at_once: bool = True) -> None:
+    """Begin to end a live engine. Not `at_once`: a ready engine drains first."""
+    phase, spec = engine.phase, engine.spec
+    if isinstance(phase, Stopping):
+        turn.put(replace(engine, phase=replace(phase, after=after, cause=cause)))
+        return
+    if isinstance(phase, Ready | Draining) and not at_once and spec.drain_timeout_s > 0:
+        drain(turn, engine, after, cause)
+        return
+    initialising = isinstance(phase, Starting | Waiting | Warming)
+    turn.record("stopping", engine, f"{spec.name} is stopping: {cause.message}", severity=Severity.NOTICE, reason=cause)
+    kill_at = turn.now + spec.stop_timeout_s
+    turn.enter(
+        engine,
+        Stopping(
+            after=after,
+            cause=cause,
+            kill_at=kill_at,
+            give_up_at=kill_at + UNKILLABLE_AFTER_S,
+            repeat_at=turn.now + REPEAT_TERM_S if initialising else None,
+        ),
+    )
+    turn.do(Abandon(spec.name, engine.generation))
+    if engine.launching is None:
+        turn.do(Terminate(spec.name, engine.generation))
+
+
+def drain(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
+    """Take a ready engine out of traffic until nothing is in flight."""
+    hold = after is After.HOLD
+    until = None if hold else turn.now + engine.spec.drain_timeout_s
+    limit = "until told otherwise" if hold else f"up to {engine.spec.drain_timeout_s:g} s"
+    turn.record(
+        "draining",
+        engine,
+        f"{engine.spec.name} is draining {limit}: {cause.message}",
+        severity=Severity.NOTICE,
+        reason=cause,
+    )
+    turn.enter(engine, Draining(after, until, cause, turn.now + DRAIN_LOOK_S))
+    if not hold:
+        turn.do(Probe(engine.spec.name, engine.generation))
+
+
+def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) -> None:
+    """Nothing in flight, seen after the drain began: go on."""
+    sample = seen.sample
+    idle = sample.running == 0 and sample.waiting == 0
+    if phase.after is not After.HOLD and idle and sample.at >= engine.since:
+        stop(turn, engine, phase.after, phase.cause)
+
+
+def kill(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
+    """End an engine without asking it: for one that cannot answer any more."""
+    turn.record(
+        "killing", engine, f"{engine.spec.name} is killed: {cause.message}", severity=Severity.WARNING, reason=cause
+    )
+    turn.do(Abandon(engine.spec.name, engine.generation))
+    _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=turn.now + UNKILLABLE_AFTER_S))
+
+
+def _sweep(turn: Turn, engine: Engine, phase: Stopping) -> None:
+    turn.enter(engine, replace(phase, sweeping=True, sweep_at=None, repeat_at=None))
+    turn.do(Sweep(engine.spec.name, engine.generation))
+
+
+def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
+    """The main process is gone. Children may live (A24): sweep before anything else."""
+    phase, name = engine.phase, engine.spec.name
+    engine = replace(engine, process=None)
+    if isinstance(phase, Stopping):
+        asked = phase.after is not After.CRASH
+        if asked:
+            engine = replace(engine, last_exit=_asked_exit(engine, seen, turn.now))
+        turn.put(engine)
+        if not phase.sweeping:
+            _sweep(turn, engine, replace(phase, exited=True))
+        else:
+            turn.put(replace(engine, phase=replace(phase, exited=True)))
+        return
+    if isinstance(phase, Failed):
+        turn.put(engine)
+        turn.do(Sweep(name, engine.generation))
+        return
+    if not isinstance(phase, Starting | Warming | Ready | Draining):
+        return
+    kind, advice = classify(seen.code, seen.signal, seen.tail, oom_killed=seen.oom_killed)
+    cause = Reason("exited", f"{_how(seen)} ({kind.value}): {advice}")
+    engine = replace(engine, last_exit=LastExit(kind, seen.code, seen.signal, turn.now, engine.generation, advice))
+    turn.record(
+        "exited",
+        engine,
+        f"{name} ended by itself while {engine.state.value}: {cause.message}",
+        severity=Severity.ERROR,
+        reason="exited",
+        exit_class=kind.value,
+        code=seen.code,
+        signal=seen.signal,
+    )
+    after = After.CRASH
+    if isinstance(phase, Draining):
+        after = After.STOP if phase.after is After.HOLD else phase.after
+        if phase.after is After.HOLD:
+            engine = replace(engine, wanted=False)
+    turn.do(Abandon(name, engine.generation))
+    give_up_at = turn.now + UNKILLABLE_AFTER_S
+    _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
+
+
+def _asked_exit(engine: Engine, seen: Exited, now: float) -> LastExit:
+    return LastExit(ExitClass.STOPPED, seen.code, seen.signal, now, engine.generation, "asked for")
+
+
+def _how(seen: Exited) -> str:
+    if seen.signal is not None:
+        try:
+            return f"killed by {Signals(seen.signal).name}"
+        except ValueError:
+            return f"killed by signal {seen.signal}"
+    if seen.code is not None:
+        return f"exit code {seen.code}"
+    return "ended, exit code unknown"
+
+
+def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
+    """Either nothing is left, or something does not die."""
+    phase = engine.phase
+    if isinstance(phase, Failed) and phase.kind is FailedKind.UNKILLABLE and not seen.remaining:
+        text = "its processes are gone now; reset it to start it again"
+        turn.put(replace(engine, process=None, phase=replace(phase, message=text)))
+        turn.record("unkillable_gone", engine, f"{engine.spec.name}: {text}", severity=Severity.NOTICE)
+    if not isinstance(phase, Stopping) or engine.launching is not None:
+        return
+    if seen.remaining:
+        turn.put(replace(engine, phase=replace(phase, sweeping=False, sweep_at=turn.now + SWEEP_AGAIN_S)))
+        return
+    _conclude(turn, replace(engine, process=None), phase)
+
+
+def conclude_unspawned(turn: Turn, engine: Engine) -> None:
+    """A launch that was overtaken by a stop came to nothing."""
+    if isinstance(engine.phase, Stopping):
+        _conclude(turn, engine, engine.phase)
+
+
+def _conclude(turn: Turn, engine: Engine, phase: Stopping) -> None:
+    """Nothing of the engine lives: go on with what was to follow."""
+    name = engine.spec.name
+    if engine.removed:
+        turn.record("removed", engine, f"{name} is gone: it is no longer configured", severity=Severity.NOTICE)
+        turn.forget(name)
+        return
+    took_s = turn.now - engine.since
+    if phase.after is After.STOP or turn.node.ending or not engine.wanted:
+        turn.enter(engine, Stopped())
+        turn.record(
+            "stopped",
+            engine,
+            f"{name} is stopped after {took_s:.1f} s: nothing of it is left",
+            severity=Severity.NOTICE,
+            reason=phase.cause,
+            took_s=round(took_s, 3),
+        )
+    elif phase.after is After.START:
+        admission.admit(turn, replace(engine, failures=0))
+    else:
+        after_failure(turn, engine, phase.cause)
+
+
+def after_failure(turn: Turn, engine: Engine, cause: Reason) -> None:
+    """Nothing lives, and nobody asked for that: class and budget decide when it is started again."""
+    spec, last = engine.spec.restart, engine.last_exit
+    kind = last.kind if last is not None else ExitClass.CRASH
+    if kind is ExitClass.CONFIG:
+        admission.fail(turn, engine, FailedKind.CONFIG, last.advice if last else cause.message)
+        return
+    steady = engine.ready_since is not None and turn.now - engine.ready_since >= spec.backoff_reset_after_s
+    failures = 1 if steady else engine.failures + 1
+    if kind is ExitClass.RESOURCE:
+        # Back to the gates: the port or the memory is somebody else's, so it costs no budget.
+        delay_s = max(admission.GATE_RECHECK_S, policy.backoff_delay_s(spec, failures, engine.spec.name))
+        admission.wait(turn, replace(engine, failures=failures), cause, turn.now + delay_s)
+        return
+    if kind is ExitClass.EXTERNAL:
+        delay_s = policy.external_delay_s(spec, failures, engine.spec.name)
+        _back_off(turn, replace(engine, failures=failures), cause, delay_s)
+        return
+    times = (*policy.within_window(engine.restart_times, spec, turn.now), turn.now)
+    engine = replace(engine, failures=failures, restart_times=times)
+    if len(times) <= spec.max_restarts:
+        _back_off(turn, engine, cause, policy.backoff_delay_s(spec, failures, engine.spec.name))
+    elif engine.good_plan_id == engine.plan_id:
+        # It worked with this very plan: never give a node up for good, but do not hammer it.
+        _back_off(turn, engine, cause, spec.backoff_max_s)
+    else:
+        text = (
+            f"{len(times)} failures in {spec.max_restarts_window_s:g} s (max_restarts = {spec.max_restarts}) "
+            f"and never ready with this configuration; last: {cause.message}"
+        )
+        admission.fail(turn, engine, FailedKind.CRASH_LOOP, text)
+
+
+def _back_off(turn: Turn, engine: Engine, cause: Reason, delay_s: float) -> None:
+    turn.record(
+        "restart",
+        engine,
+        f"{engine.spec.name} is started again {f'in {delay_s:.1f} s' if delay_s > 0 else 'at once'}: {cause.message}",
+        severity=Severity.WARNING,
+        reason=cause,
+        delay_s=round(delay_s, 3),
+        failures=engine.failures,
+        max_restarts=engine.spec.restart.max_restarts,
+        restarts_in_window=len(engine.restart_times),
+    )
+    if delay_s > 0:
+        turn.enter(engine, Backoff(turn.now + delay_s, cause))
+    else:
+        admission.admit(turn, engine)
+
+
+def on_clock(turn: Turn, engine: Engine) -> None:
+    """Deadlines of draining, stopping and back-off."""
+    phase, name = engine.phase, engine.spec.name
+    match phase:
+        case Backoff() if turn.now >= phase.until:
+            admission.admit(turn, engine)
+        case Draining() if phase.until is not None and turn.now >= phase.until:
+            turn.record(
+                "drain_timeout",
+                engine,
+                f"{name} still has requests in flight after {engine.spec.drain_timeout_s:g} s (drain_timeout_s)",
+                severity=Severity.WARNING,
+            )
+            stop(turn, engine, phase.after, phase.cause)
+        case Draining() if turn.now >= phase.next_look_at:
+            turn.put(replace(engine, phase=replace(phase, next_look_at=turn.now + DRAIN_LOOK_S)))
+            turn.do(Probe(name, engine.generation))
+        case Stopping():
+            _stopping_clock(turn, engine, phase)
+        case _:
+            pass
+
+
+def _stopping_clock(turn: Turn, engine: Engine, phase: Stopping) -> None:
+    name = engine.spec.name
+    if turn.now >= phase.give_up_at:
+        text = (
+            f"still there {UNKILLABLE_AFTER_S:g} s after SIGKILL; nothing is started in its place. "
+            "Look at its state (ps -o pid,stat,wchan), mend the cause or reboot, then reset it"
+        )
+        admission.fail(turn, engine, FailedKind.UNKILLABLE, text)
+    elif phase.sweep_at is not None:
+        if turn.now >= phase.sweep_at:
+            _sweep(turn, engine, phase)
+    elif phase.sweeping or phase.exited or engine.launching is not None:
+        return
+    elif turn.now >= phase.kill_at:
+        turn.record(
+            "killing",
+            engine,
+            f"{name} did not end within {engine.spec.stop_timeout_s:g} s after SIGTERM (stop_timeout_s): SIGKILL",
+            severity=Severity.WARNING,
+        )
+        _sweep(turn, engine, phase)
+    elif phase.repeat_at is not None and turn.now >= phase.repeat_at:
+        turn.put(replace(engine, phase=replace(phase, repeat_at=turn.now + REPEAT_TERM_S)))
+        turn.do(Terminate(name, engine.generation))

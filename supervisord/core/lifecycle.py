@@ -1,0 +1,70 @@
+"""Which state may follow which, and when a state has to be looked at again.
+
+The table is the design's state diagram; the documentation draws it from here. Entering a state in a way that the table
+does not know is a bug of ours, never of the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from supervisord.core.model import (
+    Backoff,
+    Draining,
+    Engine,
+    Failed,
+    Ready,
+    Starting,
+    State,
+    Stopped,
+    Stopping,
+    Waiting,
+    Warming,
+)
+
+TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
+    State.STOPPED: frozenset({State.WAITING, State.STARTING, State.STOPPING}),
+    State.WAITING: frozenset({State.STOPPED, State.STARTING, State.STOPPING, State.BACKOFF, State.FAILED}),
+    State.STARTING: frozenset({State.WAITING, State.WARMING, State.READY, State.STOPPING, State.BACKOFF, State.FAILED}),
+    State.WARMING: frozenset({State.READY, State.STOPPING}),
+    State.READY: frozenset({State.DRAINING, State.STOPPING}),
+    State.DRAINING: frozenset({State.READY, State.STOPPING}),
+    State.STOPPING: frozenset({State.STOPPED, State.WAITING, State.STARTING, State.BACKOFF, State.FAILED}),
+    State.BACKOFF: frozenset({State.STOPPED, State.WAITING, State.STARTING}),
+    State.FAILED: frozenset({State.STOPPED, State.WAITING, State.STARTING, State.STOPPING}),
+}
+
+
+class IllegalTransitionError(Exception):
+    """A bug: the reducer tried to leave the state diagram."""
+
+
+def check(old: State, new: State) -> None:
+    """Raise IllegalTransitionError unless `new` may follow `old` (staying is always allowed)."""
+    if new is not old and new not in TRANSITIONS[old]:
+        raise IllegalTransitionError(f"{old.value} -> {new.value}")
+
+
+def deadlines(engine: Engine) -> Iterator[float]:
+    """When this engine has to be looked at again, whatever happens (monotonic seconds)."""
+    phase = engine.phase
+    match phase:
+        case Waiting(recheck_at=at) | Backoff(until=at) | Warming(give_up_at=at):
+            yield at
+        case Starting():
+            yield min(phase.give_up_at, phase.progress_at + engine.spec.start_timeout_s)
+        case Draining():
+            yield phase.next_look_at
+            if phase.until is not None:
+                yield phase.until
+        case Stopping():
+            yield phase.give_up_at
+            if phase.sweep_at is not None:
+                yield phase.sweep_at
+            elif engine.launching is None and not phase.exited and not phase.sweeping:
+                yield phase.kill_at
+                if phase.repeat_at is not None:
+                    yield phase.repeat_at
+        case Ready() | Stopped() | Failed():
+            pass

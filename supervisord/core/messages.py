@@ -1,0 +1,341 @@
+"""What comes into the core (observations, past tense) and what goes out (actions, imperative).
+
+Every message about a process carries its generation; the reducer ignores those of an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from supervisord.core.model import ExitClass, Found, Process, Progress, Sample, Warmup
+from supervisord.core.spec import NodeSpec
+
+# --- observations ---------------------------------------------------------------------------------------------------
+
+
+class What(Enum):
+    """What is due."""
+
+    CLOCK = "clock"
+    """A deadline of the state has passed."""
+    POLL = "poll"
+    """Time to look at every engine."""
+    WATCHDOG = "watchdog"
+    """A turn is wanted, so that the watchdog can be fed after it."""
+
+
+class Op(Enum):
+    """What an operator can ask of an engine."""
+
+    START = "start"
+    STOP = "stop"
+    RESTART = "restart"
+    DRAIN = "drain"
+    RESET = "reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The schedule says that it is time."""
+
+    what: What
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """The daemon has started; `found` is what an earlier one left."""
+
+    found: tuple[Found, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """An operator asked for something. `actor` is e.g. "uid 1000"; `request` is answered by one `Reply`."""
+
+    request: int
+    op: Op
+    engine: str
+    actor: str
+    at_once: bool = False
+    """Skip the drain (`--now`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """A validated configuration arrived. `plan_ids` by engine name."""
+
+    spec: NodeSpec
+    plan_ids: Mapping[str, str]
+    actor: str
+    request: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequested:
+    """The daemon was told to end (SIGTERM, SIGINT)."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A launch succeeded: the process runs and its identity is durable."""
+
+    engine: str
+    generation: int
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class GateClosed:
+    """A launch did not happen because the world is not ready for it; nothing was spawned."""
+
+    engine: str
+    generation: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """A launch did not happen and will not by waiting; nothing was spawned."""
+
+    engine: str
+    generation: int
+    kind: ExitClass
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The main process ended. `tail`: last lines of its output, control characters removed, oldest first."""
+
+    engine: str
+    generation: int
+    code: int | None
+    signal: int | None
+    tail: tuple[str, ...] = ()
+    oom_killed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Everything of the engine got SIGKILL; `remaining` names what is still there (empty: all gone, files too)."""
+
+    engine: str
+    generation: int
+    remaining: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PortAnswered:
+    """`/health` said 200, and the listener belongs to this engine's processes."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PortForeign:
+    """Somebody else answers on the engine's port. `holder`: pid and name."""
+
+    engine: str
+    generation: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """How far a start has come."""
+
+    engine: str
+    generation: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupNoted:
+    """A stage of the warm-up began; `note` is one line for status."""
+
+    engine: str
+    generation: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """The warm-up ended, well or not."""
+
+    engine: str
+    generation: int
+    warmup: Warmup
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A look at an engine succeeded or failed; both are in the sample."""
+
+    engine: str
+    generation: int
+    sample: Sample
+
+
+EngineObservation = (
+    Spawned
+    | GateClosed
+    | SpawnFailed
+    | Exited
+    | Swept
+    | PortAnswered
+    | PortForeign
+    | Progressed
+    | WarmupNoted
+    | WarmedUp
+    | Sampled
+)
+Observation = Booted | Due | Requested | Reconfigured | EndRequested | EngineObservation
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+class Severity(Enum):
+    """Journal priorities that we use (syslog numbers)."""
+
+    CRITICAL = 2
+    ERROR = 3
+    WARNING = 4
+    NOTICE = 5
+    INFO = 6
+    DEBUG = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Check the outside gates, record the identity, spawn. Answered by Spawned, GateClosed or SpawnFailed."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Take over the process that an earlier daemon left, with its exit, log and files."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """SIGTERM to the main process."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """SIGKILL to every process of the engine, then its private files. Answered by Swept."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchPort:
+    """Look at /health many times a second until it answers. Answered by PortAnswered or PortForeign, or by nothing."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureProgress:
+    """Answered by Progressed."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Run the warm-up against the engine's own port. Answered by WarmedUp."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Look at the engine once. Answered by Sampled. `host`: measure its host memory too (a scan of /proc)."""
+
+    engine: str
+    generation: int
+    host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Whatever watches or warms this generation may stop: nobody waits for it any more."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Tell people, once: journal and history. `numbers` are the evidence behind the message."""
+
+    kind: str
+    message: str
+    severity: Severity = Severity.INFO
+    engine: str | None = None
+    generation: int | None = None
+    reason: str | None = None
+    numbers: Mapping[str, float | int | str | None] = field(default_factory=dict)
+
+
+class Answer(Enum):
+    """How a request was answered."""
+
+    ACCEPTED = "accepted"
+    UNKNOWN_ENGINE = "unknown_engine"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer a control request; sent only after what it changed is durable."""
+
+    request: int
+    answer: Answer
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceReady:
+    """READY=1 to systemd."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing of ours runs any more: the daemon may exit."""
+
+
+Action = (
+    Launch
+    | Adopt
+    | Terminate
+    | Sweep
+    | WatchPort
+    | MeasureProgress
+    | WarmUp
+    | Probe
+    | Abandon
+    | Record
+    | Reply
+    | AnnounceReady
+    | Finish
+)

@@ -1,0 +1,358 @@
+"""What the node is: engines, their phases, GPUs. Frozen data; times are monotonic seconds (CLOCK_MONOTONIC)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from supervisord.core.spec import EngineSpec, NodeSpec
+
+
+class State(Enum):
+    """The states of an engine that people see (design contract)."""
+
+    STOPPED = "stopped"
+    WAITING = "waiting"
+    STARTING = "starting"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+
+
+class ExitClass(Enum):
+    """Why a process ended, as far as the evidence says."""
+
+    CONFIG = "config"
+    EXTERNAL = "external"
+    RESOURCE = "resource"
+    OOM_HOST = "oom_host"
+    CUDA_APP = "cuda_app"
+    HARDWARE = "hardware"
+    CRASH = "crash"
+    STOPPED = "stopped"
+
+
+class FailedKind(Enum):
+    """Why an engine needs a human."""
+
+    CONFIG = "config"
+    CRASH_LOOP = "crash_loop"
+    UNKILLABLE = "unkillable"
+
+
+class After(Enum):
+    """What follows once every process of the engine is gone."""
+
+    STOP = "stop"
+    START = "start"
+    """Start again because somebody asked: no back-off, no budget."""
+    CRASH = "crash"
+    """Start again after a failure: `last_exit` says which class, the budget decides when."""
+    HOLD = "hold"
+    """Only while draining: keep the process, out of traffic, until somebody decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A stable code and one sentence with its numbers."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything needed to start one engine. Built by `engine.launch`, used by a launcher.
+
+    `plan_id` changes exactly when a restart is needed to apply the configuration. `env` is the whole environment of
+    the process, secrets included: it is never logged. `errors` are the reasons why it must not be launched.
+    """
+
+    engine: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    user: str | None
+    host: str
+    port: int
+    plan_id: str
+    errors: tuple[str, ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Identity of a main process: a pid alone may be reused, with its start time and the boot it is unique.
+
+    `start_ticks` is field 22 of /proc/PID/stat (clock ticks since boot).
+    """
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an earlier daemon left of one engine. `process` is None when its main process is gone.
+
+    `leftovers` describes every process that lives, the main one included.
+    """
+
+    engine: str
+    generation: int
+    process: Process | None
+    leftovers: tuple[str, ...]
+    plan_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a start has come. Only growth matters; CPU time is left out on purpose (a spin loop has plenty).
+
+    `read_bytes`: bytes read by the engine's processes; `memory_bytes`: their anonymous host memory;
+    `log_lines`: number of distinct log lines, digits masked.
+    """
+
+    read_bytes: int
+    memory_bytes: int
+    log_lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """Outcome of a warm-up. `problem` is None when all stages passed; latencies in milliseconds."""
+
+    first_ms: float | None
+    settled_ms: float | None
+    rounds: int
+    problem: Reason | None = None
+    memory_bytes: int | None = None
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at an engine: what it said, as numbers. None is unknown, never zero.
+
+    `health_status` is the HTTP status of /health (200, 503, ...), or None with `health_error` = "refused",
+    "timeout" or "malformed".
+    """
+
+    at: float
+    health_status: int | None = None
+    health_error: str | None = None
+    running: int | None = None
+    waiting: int | None = None
+    total_blocks: int | None = None
+    free_blocks: int | None = None
+    kv_usage: float | None = None
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    iterations: float | None = None
+    host_bytes: int | None = None
+    """Anonymous memory of all its processes; looked at less often than the rest, see `host_at`."""
+    host_at: float | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastExit:
+    """How the last process of an engine ended. `code` and `signal` are None when nobody could read them."""
+
+    kind: ExitClass
+    code: int | None
+    signal: int | None
+    at: float
+    generation: int
+    advice: str
+
+
+# --- phases: one class a state, with the data that only this state has --------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Wanted, but a gate is closed."""
+
+    reason: Reason
+    recheck_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """A launch was asked for, or its process runs but does not answer yet.
+
+    `progress_at` is the time of the last sign of progress, `give_up_at` the hard cap.
+    """
+
+    progress_at: float
+    give_up_at: float
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """The engine answers; warm-up is under way."""
+
+    give_up_at: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Serving. No reasons: healthy."""
+
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Out of traffic; requests in flight finish. `until` is None for an operator's drain (`after` is HOLD)."""
+
+    after: After
+    until: float | None
+    cause: Reason
+    next_look_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """SIGTERM was sent (or the main process is gone): now everything of the engine has to go.
+
+    `repeat_at`: when SIGTERM is sent again, because vLLM swallows one while its engine initialises.
+    `kill_at`: SIGKILL to everything. `give_up_at`: what lives then is unkillable.
+    `sweeping`: a sweep is under way, its result will come; `sweep_at`: when the next one is due.
+    """
+
+    after: After
+    cause: Reason
+    kill_at: float
+    give_up_at: float
+    repeat_at: float | None = None
+    exited: bool = False
+    sweeping: bool = False
+    sweep_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Will be started again at `until`."""
+
+    until: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Needs a human, or a changed configuration."""
+
+    kind: FailedKind
+    message: str
+
+
+Phase = Stopped | Waiting | Starting | Warming | Ready | Draining | Stopping | Backoff | Failed
+
+STATE_OF: Final[Mapping[type, State]] = {
+    Stopped: State.STOPPED,
+    Waiting: State.WAITING,
+    Starting: State.STARTING,
+    Warming: State.WARMING,
+    Ready: State.READY,
+    Draining: State.DRAINING,
+    Stopping: State.STOPPING,
+    Backoff: State.BACKOFF,
+    Failed: State.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine of this node, configured or still ending."""
+
+    spec: EngineSpec
+    plan_id: str
+    phase: Phase = Stopped()
+    since: float = 0.0
+    wanted: bool = False
+    removed: bool = False
+    """Gone from the configuration: forgotten as soon as nothing of it lives."""
+    generation: int = 0
+    """The last generation that was spawned."""
+    launching: int | None = None
+    """The generation of a launch whose answer is outstanding."""
+    process: Process | None = None
+    ready_since: float | None = None
+    restart_times: tuple[float, ...] = ()
+    """When budgeted (involuntary) restarts were decided, within the window."""
+    failures: int = 0
+    """Failures in a row: the exponent of the back-off."""
+    good_plan_id: str | None = None
+    """The last launch plan that became ready: a crash loop of a plan that once worked is retried slowly."""
+    running_plan_id: str | None = None
+    warmup: Warmup | None = None
+    sample: Sample | None = None
+    last_exit: LastExit | None = None
+    warm_generation: int = 0
+    """The last generation that was ready: an adopted one is not warmed again."""
+
+    @property
+    def state(self) -> State:
+        """The state that people see."""
+        return STATE_OF[type(self.phase)]
+
+    @property
+    def live(self) -> bool:
+        """Whether a process of this engine may exist."""
+        phase = self.phase
+        if isinstance(phase, Failed):
+            return phase.kind is FailedKind.UNKILLABLE
+        return self.launching is not None or isinstance(phase, Starting | Warming | Ready | Draining | Stopping)
+
+    @property
+    def restarts(self) -> int:
+        """Spawns after the first."""
+        return max(0, self.generation - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as the node knows it. None is unknown."""
+
+    uuid: str
+    index: int | None = None
+    name: str = ""
+    generation: str = ""
+    kind: str = ""
+    memory_total_mib: float | None = None
+    memory_used_mib: float | None = None
+    energy_j: float | None = None
+    quarantined: bool = False
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Everything that the loop decides on."""
+
+    spec: NodeSpec
+    version: str = ""
+    launcher: str = "plain"
+    pid: int = 0
+    since: float = 0.0
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    ending: bool = False
+    """The daemon is going down: nothing is started any more."""
+    config_error: str | None = None
+    announce_ready_at: float | None = None
+    """READY=1 is sent then at the latest; None once it was sent."""

@@ -1,0 +1,209 @@
+"""The reducer: one observation in, a new node and the actions out. Everything is decided here and below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from supervisord.core import admission, ending, requests, starting
+from supervisord.core.lifecycle import deadlines
+from supervisord.core.messages import (
+    Action,
+    Adopt,
+    AnnounceReady,
+    Booted,
+    Due,
+    EndRequested,
+    EngineObservation,
+    Exited,
+    Finish,
+    GateClosed,
+    MeasureProgress,
+    Observation,
+    PortAnswered,
+    PortForeign,
+    Probe,
+    Progressed,
+    Reconfigured,
+    Requested,
+    Sampled,
+    Severity,
+    Spawned,
+    SpawnFailed,
+    Swept,
+    WarmedUp,
+    WarmupNoted,
+    WatchPort,
+    What,
+)
+from supervisord.core.model import (
+    After,
+    Draining,
+    Engine,
+    Failed,
+    Found,
+    Node,
+    Ready,
+    Reason,
+    Starting,
+    State,
+    Stopped,
+)
+from supervisord.core.spec import EngineSpec
+from supervisord.core.turn import Turn
+
+HOST_EVERY_S: Final = 30.0
+"""Host memory is a scan of /proc; leaks take hours, so it is measured less often than the engine is asked."""
+
+SETTLED: Final = frozenset({State.READY, State.FAILED, State.STOPPED, State.WAITING})
+"""An engine in one of these does not hold back READY=1 any more."""
+
+
+def step(node: Node, seen: Observation, now: float) -> tuple[Node, tuple[Action, ...]]:
+    """Decide. Pure: no I/O, no clock, no randomness; `now` is monotonic seconds and never goes back."""
+    turn = Turn(node, now)
+    match seen:
+        case Booted():
+            _boot(turn, seen.found)
+        case Due():
+            _due(turn, seen.what)
+        case Requested():
+            requests.on_requested(turn, seen)
+        case Reconfigured():
+            requests.on_reconfigured(turn, seen)
+        case EndRequested():
+            requests.on_end_requested(turn, seen)
+        case _:
+            _on_engine(turn, seen)
+    admission.admit_waiting(turn)
+    _announce(turn)
+    if turn.node.ending and not any(e.live and not isinstance(e.phase, Failed) for e in turn.engines()):
+        turn.do(Finish())
+    return turn.result()
+
+
+def wakeup(node: Node) -> float | None:
+    """When `Due(CLOCK)` has to come at the latest (monotonic seconds); None: nothing is timed."""
+    times = [at for engine in node.engines.values() for at in deadlines(engine)]
+    if node.announce_ready_at is not None:
+        times.append(node.announce_ready_at)
+    return min(times, default=None)
+
+
+def _boot(turn: Turn, found: Iterable[Found]) -> None:
+    turn.node = replace(turn.node, announce_ready_at=turn.now + turn.node.spec.supervisor.ready_timeout_s)
+    for left in found:
+        _take_over(turn, left)
+    for engine in turn.engines():
+        current = turn.engine(engine.spec.name)
+        if current is engine and engine.wanted and isinstance(engine.phase, Stopped):
+            admission.admit(turn, engine)
+
+
+def _take_over(turn: Turn, left: Found) -> None:
+    """What an earlier daemon left is adopted when it is wanted as it is, otherwise ended; never doubled."""
+    engine = turn.engine(left.engine)
+    if engine is None:
+        spec = EngineSpec(name=left.engine, model="", port=1)
+        engine = Engine(spec=spec, plan_id="", since=turn.now, removed=True)
+    engine = replace(
+        engine,
+        generation=max(left.generation, engine.generation),
+        process=left.process,
+        running_plan_id=left.plan_id,
+    )
+    turn.do(Adopt(left.engine, engine.generation))
+    text = f"{left.engine}: an earlier daemon left generation {left.generation} ({', '.join(left.leftovers)})"
+    if left.process is not None and engine.wanted and left.plan_id == engine.plan_id:
+        turn.record("adopted", engine, f"{text}; adopted", severity=Severity.NOTICE)
+        turn.enter(engine, Starting(turn.now, turn.now + engine.spec.start_timeout_max_s))
+        turn.do(WatchPort(left.engine, engine.generation))
+        return
+    why = "its main process is gone" if left.process is None else "it is not wanted as it runs"
+    turn.record("leftover", engine, f"{text}; ended: {why}", severity=Severity.WARNING)
+    cause = Reason("leftover", f"left by an earlier daemon, {why}")
+    after = After.START if engine.wanted else After.STOP
+    if left.process is None:
+        turn.put(engine)
+        ending.kill(turn, engine, after, cause)
+    else:
+        ending.stop(turn, turn.put(engine), after, cause)
+
+
+def _due(turn: Turn, what: What) -> None:
+    match what:
+        case What.CLOCK:
+            for engine in turn.engines():
+                starting.on_clock(turn, engine)
+                ending.on_clock(turn, engine)
+        case What.POLL:
+            for engine in turn.engines():
+                _poll(turn, engine)
+        case What.WATCHDOG:
+            pass
+
+
+def _poll(turn: Turn, engine: Engine) -> None:
+    match engine.phase:
+        case Starting() if engine.launching is None:
+            turn.do(MeasureProgress(engine.spec.name, engine.generation))
+        case Ready() | Draining():
+            sample = engine.sample
+            host_at = sample.host_at if sample is not None else None
+            host = host_at is None or turn.now >= host_at + HOST_EVERY_S
+            turn.do(Probe(engine.spec.name, engine.generation, host))
+        case _:
+            pass
+
+
+def _on_engine(turn: Turn, seen: EngineObservation) -> None:
+    engine = turn.engine(seen.engine)
+    if engine is None:
+        return
+    expected = engine.launching if isinstance(seen, Spawned | GateClosed | SpawnFailed) else engine.generation
+    if seen.generation != expected:
+        return
+    HANDLERS[type(seen)](turn, engine, seen)
+
+
+def _on_sampled(turn: Turn, engine: Engine, seen: Sampled) -> None:
+    phase = engine.phase
+    if not isinstance(phase, Ready | Draining):
+        return
+    sample, old = seen.sample, engine.sample
+    if old is not None and sample.at < old.at:
+        return
+    if old is not None and sample.host_bytes is None:
+        sample = replace(sample, host_bytes=old.host_bytes, host_at=old.host_at)
+    if old is not None and sample.version is None:
+        sample = replace(sample, version=old.version)
+    engine = turn.put(replace(engine, sample=sample))
+    if isinstance(phase, Draining):
+        ending.on_drain_sample(turn, engine, phase, seen)
+
+
+HANDLERS: Final[Mapping[type[EngineObservation], Callable[[Turn, Engine, Any], None]]] = {
+    Spawned: starting.on_spawned,
+    GateClosed: starting.on_gate_closed,
+    SpawnFailed: starting.on_spawn_failed,
+    PortAnswered: starting.on_port_answered,
+    PortForeign: starting.on_port_foreign,
+    Progressed: starting.on_progressed,
+    WarmupNoted: starting.on_warmup_noted,
+    WarmedUp: starting.on_warmed_up,
+    Sampled: _on_sampled,
+    Exited: ending.on_exited,
+    Swept: ending.on_swept,
+}
+
+
+def _announce(turn: Turn) -> None:
+    """READY=1 when the daemon runs and every autostart engine has settled, or when `ready_timeout_s` has passed."""
+    at = turn.node.announce_ready_at
+    if at is None:
+        return
+    settled = all(e.state in SETTLED for e in turn.engines() if e.spec.autostart)
+    if settled or turn.now >= at:
+        turn.node = replace(turn.node, announce_ready_at=None)
+        turn.do(AnnounceReady())

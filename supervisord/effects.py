@@ -1,0 +1,295 @@
+"""Doing what the core decided. Decides nothing: each action becomes a job on a lane, each result an observation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from supervisord.core import durable
+from supervisord.core.messages import (
+    Abandon,
+    Action,
+    Adopt,
+    AnnounceReady,
+    Exited,
+    GateClosed,
+    Launch,
+    MeasureProgress,
+    PortAnswered,
+    PortForeign,
+    Probe,
+    Progressed,
+    Record,
+    Reply,
+    Sampled,
+    Spawned,
+    SpawnFailed,
+    Sweep,
+    Swept,
+    Terminate,
+    WarmedUp,
+    WarmUp,
+    WarmupNoted,
+    WatchPort,
+)
+from supervisord.core.model import ExitClass, LaunchPlan, Node
+from supervisord.core.spec import EngineSpec
+from supervisord.engine import portwatch, warmup
+from supervisord.engine.http import Target
+from supervisord.engine.probe import EngineProbe
+from supervisord.lanes import Lanes
+from supervisord.launcher.base import GateError, Launcher, LaunchError
+from supervisord.log import Journal
+from supervisord.loop import Board, Inbox
+from supervisord.state import StateFile
+from supervisord.systemd.notify import Notifier
+
+TAIL_LINES: Final = 200
+"""Last lines of output that an exit is classified by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the effects work with."""
+
+    inbox: Inbox
+    lanes: Lanes
+    launcher: Launcher
+    plan: Callable[[EngineSpec], LaunchPlan]
+    journal: Journal
+    notifier: Notifier
+    board: Board
+    state: StateFile
+    answer: Callable[[Reply], None]
+
+
+class NodeEffects:
+    """The seam between the loop and the world."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._inbox = parts.inbox
+        self._lanes = parts.lanes
+        self._launcher = parts.launcher
+        self._plan = parts.plan
+        self._journal = parts.journal
+        self._notifier = parts.notifier
+        self._board = parts.board
+        self._state = parts.state
+        self._answer = parts.answer
+        self._saved: dict[str, durable.Saved] = {}
+        self._pending: dict[str, durable.Saved] = {}
+        self._pending_gone: set[str] = set()
+        self._pending_lock = threading.Lock()
+        self._watches: dict[str, threading.Event] = {}
+        self._probes: dict[str, tuple[int, EngineProbe]] = {}
+        self._keys: dict[str, str | None] = {}
+        self._perform: Mapping[type[Action], Callable[[Any, Node], None]] = {
+            Launch: self._launch,
+            Adopt: self._adopt,
+            Terminate: self._terminate,
+            Sweep: self._sweep,
+            WatchPort: self._watch_port,
+            MeasureProgress: self._measure_progress,
+            WarmUp: self._warm_up,
+            Probe: self._probe,
+            Abandon: self._abandon,
+            Record: self._record,
+            Reply: self._reply,
+            AnnounceReady: self._announce_ready,
+        }
+
+    # --- the turn -----------------------------------------------------------------------------------------------
+
+    def begin(self, old: Node, new: Node) -> None:
+        """Persist what changed and publish the node, before anything is done or answered."""
+        if new is old:
+            return
+        changed = {
+            name: saved
+            for name, engine in new.engines.items()
+            if engine is not old.engines.get(name) and (saved := durable.save_engine(engine)) != self._saved.get(name)
+        }
+        gone = self._saved.keys() - new.engines.keys()
+        if changed or gone:
+            self._saved.update(changed)
+            for name in gone:
+                del self._saved[name]
+            with self._pending_lock:
+                self._pending.update(changed)
+                self._pending_gone |= gone
+            self._lanes.submit("state", self._write_state)
+        self._board.publish(new)
+
+    def perform(self, action: Action, node: Node) -> None:
+        """Set one action in motion."""
+        self._perform[type(action)](action, node)
+
+    def end(self, node: Node) -> None:
+        """Feed the watchdog; say in one line how the node is."""
+        self._notifier.watchdog()
+        if self._notifier.active:
+            self._notifier.status(summary(node))
+
+    def on_exit(self, engine: str, generation: int, code: int | None, signal: int | None) -> None:
+        """A main process ended; called on the exit watcher's thread."""
+
+        def tell() -> None:
+            tail = self._launcher.tail(engine, TAIL_LINES)
+            self._inbox.put(Exited(engine, generation, code, signal, tail))
+
+        # On the engine's own lane, so that the observation of a spawn always comes before that of its exit.
+        self._lanes.submit(("engine", engine), tell)
+
+    # --- processes ----------------------------------------------------------------------------------------------
+
+    def _launch(self, action: Launch, node: Node) -> None:
+        spec = node.engines[action.engine].spec
+        name, generation = action.engine, action.generation
+
+        def job() -> None:
+            plan = self._plan(spec)
+            if plan.errors:
+                self._inbox.put(SpawnFailed(name, generation, ExitClass.CONFIG, "; ".join(plan.errors)))
+                return
+            self._keys[name] = plan.api_key
+            try:
+                process = self._launcher.launch(plan, generation)
+            except GateError as error:
+                self._inbox.put(GateClosed(name, generation, error.code, str(error)))
+            except LaunchError as error:
+                self._inbox.put(SpawnFailed(name, generation, error.kind, str(error)))
+            else:
+                self._inbox.put(Spawned(name, generation, process))
+
+        self._on_engine_lane(name, job)
+
+    def _adopt(self, action: Adopt, node: Node) -> None:
+        spec = node.engines[action.engine].spec
+
+        def job() -> None:
+            self._launcher.adopt(action.engine, action.generation)
+            if spec.api_key_file is not None:
+                self._keys[action.engine] = self._plan(spec).api_key
+
+        self._on_engine_lane(action.engine, job)
+
+    def _terminate(self, action: Terminate, _: Node) -> None:
+        self._on_engine_lane(action.engine, lambda: self._launcher.terminate(action.engine, action.generation))
+
+    def _sweep(self, action: Sweep, _: Node) -> None:
+        def job() -> None:
+            remaining = self._launcher.sweep(action.engine, action.generation)
+            self._inbox.put(Swept(action.engine, action.generation, remaining))
+
+        self._on_engine_lane(action.engine, job)
+
+    def _measure_progress(self, action: MeasureProgress, _: Node) -> None:
+        def job() -> None:
+            self._inbox.put(Progressed(action.engine, action.generation, self._launcher.progress(action.engine)))
+
+        self._lanes.submit(("probe", action.engine), job, only_if_idle=True)
+
+    def _on_engine_lane(self, name: str, job: Callable[[], None]) -> None:
+        self._lanes.submit(("engine", name), job)
+
+    # --- asking the engine --------------------------------------------------------------------------------------
+
+    def _watch_port(self, action: WatchPort, node: Node) -> None:
+        spec = node.engines[action.engine].spec
+        name, generation = action.engine, action.generation
+        cancelled = self._new_watch(name)
+
+        def job() -> None:
+            portwatch.watch(
+                spec.host,
+                spec.port,
+                owner=lambda: self._launcher.owns_listener(name, spec.host, spec.port),
+                cancelled=cancelled,
+                deadline_s=spec.start_timeout_max_s,
+                on_answer=lambda: self._inbox.put(PortAnswered(name, generation)),
+                on_foreign=lambda holder: self._inbox.put(PortForeign(name, generation, holder)),
+            )
+
+        self._lanes.submit(("watch", name, generation), job)
+
+    def _warm_up(self, action: WarmUp, node: Node) -> None:
+        spec = node.engines[action.engine].spec
+        name, generation = action.engine, action.generation
+        cancelled = self._new_watch(name)
+        budget = spec.args.get("max-num-batched-tokens")
+
+        def job() -> None:
+            outcome = warmup.run(
+                Target(spec.host, spec.port, self._keys.get(name)),
+                spec.warmup,
+                batch_tokens=budget if isinstance(budget, int) else None,
+                memory=lambda: self._launcher.host_bytes(name),
+                note=lambda note: self._inbox.put(WarmupNoted(name, generation, note)),
+                cancelled=cancelled,
+                clock=time.monotonic,
+            )
+            self._inbox.put(WarmedUp(name, generation, outcome))
+
+        self._lanes.submit(("warm", name, generation), job)
+
+    def _probe(self, action: Probe, node: Node) -> None:
+        spec = node.engines[action.engine].spec
+        name, generation = action.engine, action.generation
+
+        def job() -> None:
+            known = self._probes.get(name)
+            if known is None or known[0] != generation:
+                known = self._probes[name] = (generation, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
+            at = time.monotonic()
+            host_bytes = self._launcher.host_bytes(name) if action.host else None
+            self._inbox.put(Sampled(name, generation, known[1].look(at, host_bytes)))
+
+        self._lanes.submit(("probe", name), job, only_if_idle=True)
+
+    def _abandon(self, action: Abandon, _: Node) -> None:
+        watch = self._watches.pop(action.engine, None)
+        if watch is not None:
+            watch.set()
+
+    def _new_watch(self, name: str) -> threading.Event:
+        old = self._watches.get(name)
+        if old is not None:
+            old.set()
+        watch = self._watches[name] = threading.Event()
+        return watch
+
+    # --- people -------------------------------------------------------------------------------------------------
+
+    def _record(self, action: Record, _: Node) -> None:
+        self._journal.write(action)
+
+    def _reply(self, action: Reply, _: Node) -> None:
+        # After the state: an operator's stop that was answered is durable.
+        self._lanes.submit("state", lambda: self._answer(action))
+
+    def _announce_ready(self, _: AnnounceReady, __: Node) -> None:
+        self._notifier.ready()
+
+    def _write_state(self) -> None:
+        with self._pending_lock:
+            changed, gone = self._pending, frozenset(self._pending_gone)
+            self._pending, self._pending_gone = {}, set()
+        if changed or gone:
+            self._state.save(changed, gone)
+
+
+def summary(node: Node) -> str:
+    """The node in one line, for systemd's STATUS=."""
+    engines = node.engines.values()
+    ready = sum(engine.ready_since is not None and engine.state.value == "ready" for engine in engines)
+    wanted = sum(engine.wanted for engine in engines)
+    others = [
+        f"{engine.spec.name} {engine.state.value}"
+        for engine in engines
+        if engine.state.value not in {"ready", "stopped"}
+    ]
+    text = f"{ready} of {wanted} wanted engines ready"
+    return f"{text}: {', '.join(others)}" if others else text

@@ -1,0 +1,262 @@
+"""From an engine's configuration to the exact command line, environment and user of its process.
+
+Nothing is executed. Whatever stands in the way of a launch becomes one of the plan's errors, a sentence each.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from supervisord.config_problems import HIDDEN, Parts, locate, looks_secret, path_text, without_password
+from supervisord.config_users import ENGINE_USER, Account, account, may, own_account
+from supervisord.config_world import KEY_FILE_MAX_BYTES, key_status_problem, model_problem
+from supervisord.core.model import LaunchPlan
+from supervisord.core.spec import EngineSpec, FlagValue
+from supervisord.engine import launch_env
+from supervisord.engine.launch_env import Variable
+from supervisord.engine.version import installed_version, interpreter, resolve_program, supports
+
+_PROBED: Final = "/health,/metrics,/ping,/load"
+_KILL_MARGIN_S: Final = 5
+"""vLLM needs up to 5.4 s for its shutdown with nothing in flight (measured, 0.18 and 0.32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One part of a launch as `plan` shows it: what it is, its value, and where it comes from.
+
+    Words of the command are quoted for a shell; secrets in the environment are hidden.
+    """
+
+    what: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan with the origin of every part. `inherited` and `left_out` are names of environment variables."""
+
+    plan: LaunchPlan
+    version: str | None
+    command: tuple[Fact, ...]
+    environment: tuple[Fact, ...]
+    inherited: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Some words of the command line, and the key or the reason behind them."""
+
+    words: tuple[str, ...]
+    key: Parts | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    plan: LaunchPlan
+    version: str | None
+    words: tuple[_Words, ...]
+    inherited: Mapping[str, str]
+    variables: tuple[Variable, ...]
+
+
+def build_plan(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> LaunchPlan:
+    """The launch plan of one engine. `as_root`: the daemon is root and switches to the engine's user."""
+    return _draft(spec, as_root=as_root, base_env=base_env).plan
+
+
+def explain(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], origins: Mapping[str, str]) -> Explanation:
+    """The same plan, with the origin of every part. `origins`: the file behind each key, as `config.load` gives it."""
+    draft = _draft(spec, as_root=as_root, base_env=base_env)
+    command = tuple(
+        Fact(_what(part), shlex.join(part.words), _origin(spec, part.key, part.why, origins)) for part in draft.words
+    )
+    environment = tuple(
+        Fact(
+            variable.name,
+            HIDDEN if looks_secret(variable.name) else without_password(variable.value),
+            _origin(spec, variable.key, variable.why, origins),
+        )
+        for variable in {variable.name: variable for variable in draft.variables}.values()
+    )
+    set_here = {variable.name for variable in draft.variables}
+    return Explanation(
+        plan=draft.plan,
+        version=draft.version,
+        command=command,
+        environment=environment,
+        inherited=tuple(sorted(set(draft.inherited) - set_here)),
+        left_out=launch_env.dropped_on_purpose(base_env),
+    )
+
+
+def flag_words(name: str, value: FlagValue) -> tuple[str, ...]:
+    """A flag of the configuration as words of a command line.
+
+    False becomes `--no-NAME`, which not every flag of every release has: a check against the installed vLLM belongs
+    where this is called.
+    """
+    if isinstance(value, bool):
+        return (f"--{name}",) if value else (f"--no-{name}",)
+    values = [_word(item) for item in value] if isinstance(value, tuple) else [_word(value)]
+    if len(values) == 1 and values[0].startswith("-"):
+        return (f"--{name}={values[0]}",)
+    return (f"--{name}", *values)
+
+
+# --- the draft --------------------------------------------------------------------------------------------------------
+
+
+def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> _Draft:
+    errors: list[str] = []
+    user = (spec.user or ENGINE_USER) if as_root else None
+    who = own_account() if user is None else account(user)
+    if who is None:
+        errors.append(f'cannot run engine {spec.name} as "{user}": no such user; useradd --system {user}')
+        who = own_account()
+    path = launch_env.search_path(spec, base_env)
+    program = resolve_program(spec.command[0], path)
+    version = installed_version(spec.command, path)
+    words = (
+        _Words((program or spec.command[0], *spec.command[1:]), ("command",)),
+        _Words((spec.model,), ("model",)),
+        _Words(("--host", spec.host), ("host",)),
+        _Words(("--port", str(spec.port)), ("port",)),
+        *(_Words(flag_words(name, value), ("args", name)) for name, value in spec.args.items()),
+        *_own_flags(spec, version),
+    )
+    variables = list(launch_env.contributed(spec, base_env, who=who, program=program, version=version))
+    key = None
+    if spec.api_key_file is not None:
+        key = _read_key(spec.api_key_file, as_root=as_root, errors=errors)
+        if key is not None:
+            variables.append(Variable("VLLM_API_KEY", key, key=("api_key_file",)))
+    errors += _errors(spec, who, program, path)
+    kept = launch_env.inherited(base_env, other_user=who.uid != os.geteuid())
+    plan = LaunchPlan(
+        engine=spec.name,
+        argv=tuple(word for part in words for word in part.words),
+        env={**kept, **{variable.name: variable.value for variable in variables}},
+        user=user,
+        host=spec.host,
+        port=spec.port,
+        plan_id=_plan_id(spec, user, key),
+        errors=tuple(errors),
+        api_key=key,
+    )
+    return _Draft(plan, version, words, kept, tuple(variables))
+
+
+def _own_flags(spec: EngineSpec, version: str | None) -> Iterator[_Words]:
+    if supports(version, "shutdown_timeout") and "shutdown-timeout" not in spec.args:
+        seconds = int(max(1, min(spec.drain_timeout_s, spec.stop_timeout_s - _KILL_MARGIN_S)))
+        yield _Words(("--shutdown-timeout", str(seconds)), why="requests in flight may finish when it stops")
+    name = "disable-access-log-for-endpoints"
+    if supports(version, "access_log_endpoints") and name not in spec.args:
+        yield _Words((f"--{name}", _PROBED), why="its own probes would fill the log")
+
+
+def _plan_id(spec: EngineSpec, user: str | None, key: str | None) -> str:
+    """Identity of what the operator asked for.
+
+    What the supervisor adds by itself, what is inherited, and the installed version stay out: after an upgrade of the
+    supervisor, or a change of a time limit that it enforces itself, running engines must not be restarted.
+    """
+    parts: list[Any] = [
+        spec.command,
+        spec.model,
+        spec.host,
+        spec.port,
+        sorted(flag_words(name, value) for name, value in spec.args.items()),
+        user,
+        sorted(spec.env.items()),
+        None if key is None else hashlib.sha256(key.encode()).hexdigest(),
+        spec.gpus,
+        spec.profile,
+    ]
+    text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- what stands in the way -------------------------------------------------------------------------------------------
+
+
+def _errors(spec: EngineSpec, who: Account, program: str | None, path: str) -> Iterator[str]:
+    place = f"engine.{spec.name}"
+    wanted = spec.command[0]
+    if program is None:
+        looked = "it is not there" if "/" in wanted else f"it is not in {path}"
+        remedy = f"install vLLM, or write its absolute path into {place}.command"
+        yield f'cannot find the program "{wanted}" of {place}: {looked}; {remedy}'
+    else:
+        for file in (program, interpreter(program, path) or program):
+            if not os.path.exists(file):  # noqa: PTH110 (text)
+                yield f'cannot execute "{program}" of {place}: its interpreter {file} is gone; install vLLM again'
+            elif not may(who, file, os.X_OK):
+                remedy = "install it where that user can reach it, with modes that let it"
+                yield f'cannot execute "{file}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
+                break
+    if (wrong := model_problem(spec.model)) is not None:
+        yield f'cannot serve "{spec.model}" of {place}: {wrong}; correct the path, or mount what holds it'
+    elif spec.model.startswith("/") and not may(who, spec.model, os.R_OK | _search(spec.model)):
+        remedy = f"give that user access, for example: setfacl -R -m u:{who.name}:rX {spec.model}"
+        yield f'cannot read "{spec.model}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
+    if (gpu := launch_env.gpu_problem(spec)) is not None:
+        yield gpu
+
+
+def _search(path: str) -> int:
+    return os.X_OK if os.path.isdir(path) else 0  # noqa: PTH112 (text from the configuration)
+
+
+def _read_key(path: str, *, as_root: bool, errors: list[str]) -> str | None:
+    """The API key; None after it was said why not. Links are not followed, devices and pipes are not waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            wrong = key_status_problem(os.fstat(descriptor), as_root=as_root)
+            content = b"" if wrong else os.read(descriptor, KEY_FILE_MAX_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+        wrong, content = (reason, "correct the path, its owner or mode"), b""
+    key = content.decode(errors="replace").strip()
+    if wrong is None and not (key.isascii() and key.isprintable() and key and " " not in key):
+        wrong = "it does not hold one key of printable ASCII characters", "put the key alone into it"
+    if wrong is None:
+        return key
+    errors.append(f'cannot take the API key from "{path}": {wrong[0]}; {wrong[1]}')
+    return None
+
+
+# --- words and origins ------------------------------------------------------------------------------------------------
+
+
+def _word(value: object) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _what(part: _Words) -> str:
+    if part.key is not None and part.key[0] in {"command", "model"}:
+        return part.key[0]
+    return part.words[0].partition("=")[0]
+
+
+def _origin(spec: EngineSpec, key: Parts | None, why: str, origins: Mapping[str, str]) -> str:
+    if key is None:
+        return f"supervisor: {why}"
+    file, at = locate(origins, ("engine", spec.name, *key))
+    return f"config: {file}: {path_text(at)}" if path_text(at) in origins else "default"

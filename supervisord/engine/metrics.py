@@ -1,0 +1,222 @@
+"""The Prometheus page of a vLLM engine, read for the few series that a supervisor needs.
+
+A full parse of the 50 KB page costs 8 ms, this one 0.2 ms. What the page says is untrusted: parsing it never raises and
+takes linear time, and a value that is missing, doubled, negative, not finite or no number is unknown (None), never 0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+_SERIES: Final[Mapping[bytes, bytes | None]] = {
+    b"num_requests_running": None,
+    b"num_requests_waiting": None,
+    b"num_requests_waiting_by_reason": b"reason",  # since 0.20
+    b"engine_sleep_state": b"sleep_state",  # since 0.12
+    b"kv_cache_usage_perc": None,
+    b"gpu_cache_usage_perc": None,  # until 0.11
+    b"num_preemptions_total": None,
+    b"iteration_tokens_total_count": None,
+    b"prompt_tokens_total": None,
+    b"generation_tokens_total": None,
+    b"prefix_cache_queries_total": None,
+    b"prefix_cache_hits_total": None,
+    b"gpu_prefix_cache_queries_total": None,  # until 0.11
+    b"gpu_prefix_cache_hits_total": None,
+    b"spec_decode_num_draft_tokens_total": None,
+    b"spec_decode_num_accepted_tokens_total": None,
+    b"request_success_total": b"finished_reason",
+    b"time_to_first_token_seconds_bucket": b"le",
+    b"inter_token_latency_seconds_bucket": b"le",
+    b"time_per_output_token_seconds_bucket": b"le",  # until 0.12
+}
+"""Needed series without their `vllm:` prefix, and the label that tells apart the lines of one rank."""
+
+# The literal start lets the regex engine skip what is not wanted without looking at it (0.09 ms for a page).
+_LINE: Final = re.compile(
+    rb"\nvllm:(" + b"|".join(sorted((*_SERIES, b"cache_config_info"), reverse=True)) + rb")(?:\{(.*)\})? ([^ \r\n]+)"
+)
+_LABEL: Final = re.compile(rb'([a-z_]{1,64})="((?:[^"\\]|\\.)*)"')
+_LABELS_BYTES: Final = 16 << 10  # 1.2 KB in vLLM 0.32; more is not vLLM
+_RANK: Final = re.compile(rb"[0-9]{1,4}")
+_WORD: Final = re.compile(rb"[a-z_]{1,32}")
+_COUNT: Final = re.compile(rb"[0-9]{1,15}")
+_EXACT_MAX: Final = 2.0**53
+"""Counters beyond this are no longer whole numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative counts by upper bound in seconds, ascending; the last bound is infinity."""
+
+    bounds_s: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetrics:
+    """One data-parallel rank (label `engine`). Counters are totals since the engine started; None is unknown.
+
+    `total_blocks` includes the null block that vLLM keeps, so an idle rank has `total_blocks - 1` free. Blocks that
+    only hold cached prefixes are free.
+    """
+
+    rank: int
+    running: int | None = None
+    waiting: int | None = None
+    waiting_by_reason: Mapping[str, int] | None = None
+    awake: bool | None = None
+    kv_usage: float | None = None
+    total_blocks: int | None = None
+    free_blocks: int | None = None
+    preemptions: float | None = None
+    iterations: float | None = None
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    prefix_queries: float | None = None
+    prefix_hits: float | None = None
+    draft_tokens: float | None = None
+    accepted_tokens: float | None = None
+    finished: Mapping[str, float] | None = None
+    """Requests by finished_reason: stop, length, abort, error, ..."""
+    ttft: Histogram | None = None
+    inter_token: Histogram | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageMetrics:
+    """The whole page, ranks ascending.
+
+    `num_gpu_blocks` is the sum over the ranks, `kv_cache_size_tokens` (since 0.24) what fits into one rank: so vLLM's
+    core_client.py adds them up, or not.
+    """
+
+    ranks: tuple[RankMetrics, ...] = ()
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    kv_cache_size_tokens: int | None = None
+
+
+_Values = dict[bytes, dict[bytes, float | None]]
+"""Of one rank: values by series and distinguishing label (empty where there is none)."""
+
+
+def parse(page: bytes) -> PageMetrics:
+    """Read one page."""
+    ranks: dict[int, _Values] = {}
+    config: list[dict[bytes, bytes]] = []
+    for name, text, raw in _LINE.findall(b"\n" + page):
+        if len(text) > _LABELS_BYTES:
+            continue
+        labels = dict(_LABEL.findall(text))
+        if name == b"cache_config_info":
+            config.append(labels)
+            continue
+        rank = labels.get(b"engine", b"0")
+        if not _RANK.fullmatch(rank):
+            continue
+        which = _SERIES[name]
+        key = b"" if which is None else labels.get(which, b"")
+        lines = ranks.setdefault(int(rank), {}).setdefault(name, {})
+        lines[key] = None if key in lines else _number(raw)
+    num_gpu_blocks = _agreed(config, b"num_gpu_blocks")
+    # Usage is per rank, the number of blocks is the sum.
+    blocks = num_gpu_blocks // len(ranks) if num_gpu_blocks and ranks else None
+    return PageMetrics(
+        ranks=tuple(_rank(rank, values, blocks) for rank, values in sorted(ranks.items())),
+        num_gpu_blocks=num_gpu_blocks,
+        block_size=_agreed(config, b"block_size"),
+        kv_cache_size_tokens=_agreed(config, b"kv_cache_size_tokens"),
+    )
+
+
+def _rank(rank: int, values: _Values, blocks: int | None) -> RankMetrics:
+    usage = _one(values, b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
+    if usage is not None and usage > 1:
+        usage = None
+    awake = values.get(b"engine_sleep_state", {}).get(b"awake")
+    reasons = _by_word(values.get(b"num_requests_waiting_by_reason"))
+    return RankMetrics(
+        rank=rank,
+        running=_whole(_one(values, b"num_requests_running")),
+        waiting=_whole(_one(values, b"num_requests_waiting")),
+        waiting_by_reason=None if reasons is None else {reason: int(count) for reason, count in reasons.items()},
+        awake=None if awake is None else awake > 0,
+        kv_usage=usage,
+        total_blocks=blocks,
+        # One block is vLLM's null block. Whole in every sample of a real engine; rounding undoes the division.
+        free_blocks=None if blocks is None or usage is None else round((blocks - 1) * (1 - usage)),
+        preemptions=_one(values, b"num_preemptions_total"),
+        iterations=_one(values, b"iteration_tokens_total_count"),
+        prompt_tokens=_one(values, b"prompt_tokens_total"),
+        generation_tokens=_one(values, b"generation_tokens_total"),
+        prefix_queries=_one(values, b"prefix_cache_queries_total", b"gpu_prefix_cache_queries_total"),
+        prefix_hits=_one(values, b"prefix_cache_hits_total", b"gpu_prefix_cache_hits_total"),
+        draft_tokens=_one(values, b"spec_decode_num_draft_tokens_total"),
+        accepted_tokens=_one(values, b"spec_decode_num_accepted_tokens_total"),
+        finished=_by_word(values.get(b"request_success_total")),
+        ttft=_histogram(values.get(b"time_to_first_token_seconds_bucket")),
+        inter_token=_histogram(
+            values.get(b"inter_token_latency_seconds_bucket") or values.get(b"time_per_output_token_seconds_bucket")
+        ),
+    )
+
+
+def _one(values: _Values, *names: bytes) -> float | None:
+    """The value of the first of these names (new before old) that the page has."""
+    for name in names:
+        if name in values:
+            return values[name].get(b"")
+    return None
+
+
+def _by_word(lines: Mapping[bytes, float | None] | None) -> dict[str, float] | None:
+    """Values by their label, as far as it is a plain word and the value is known."""
+    if lines is None:
+        return None
+    return {word.decode("ascii"): value for word, value in lines.items() if value is not None and _WORD.fullmatch(word)}
+
+
+def _histogram(lines: Mapping[bytes, float | None] | None) -> Histogram | None:
+    """None unless every bucket is known, the counts never fall and the last bound is infinity."""
+    buckets: list[tuple[float, float]] = []
+    for bound, count in (lines or {}).items():
+        bound_s = _float(bound)
+        if bound_s is None or count is None:
+            return None
+        buckets.append((bound_s, count))
+    buckets.sort()
+    bounds, counts = tuple(bound for bound, _ in buckets), tuple(count for _, count in buckets)
+    if not bounds or bounds[-1] != math.inf or list(counts) != sorted(counts):
+        return None
+    return Histogram(bounds, counts)
+
+
+def _agreed(config: list[dict[bytes, bytes]], label: bytes) -> int | None:
+    """The positive number in a label of `cache_config_info`, if all lines say the same. "None" is what vLLM writes."""
+    texts = {labels.get(label, b"") for labels in config}
+    if len(texts) != 1:
+        return None
+    text = texts.pop()
+    return int(text) or None if _COUNT.fullmatch(text) else None
+
+
+def _number(text: bytes) -> float | None:
+    value = _float(text)
+    return value if value is not None and 0 <= value <= _EXACT_MAX else None
+
+
+def _float(text: bytes) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if math.isnan(value) else value
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

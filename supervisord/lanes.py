@@ -1,0 +1,72 @@
+"""Lanes: work with the same key runs one after the other, different keys in parallel, on plain daemon threads.
+
+A thread that hangs in the kernel blocks its own lane and nothing else, and never the exit of the process (style notes:
+thread pools and asyncio do). Idle lanes end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from threading import Condition, Lock, Thread
+from typing import Final
+
+IDLE_S: Final = 30.0
+
+Job = Callable[[], None]
+
+
+class Lanes:
+    """Runs jobs by key. `on_error` hears of exceptions, which are bugs: jobs turn expected failures into results."""
+
+    def __init__(self, on_error: Callable[[Hashable, BaseException], None]) -> None:
+        self._on_error = on_error
+        self._lock = Lock()
+        self._lanes: dict[Hashable, _Lane] = {}
+
+    def submit(self, key: Hashable, job: Job, *, only_if_idle: bool = False) -> bool:
+        """Queue a job. With `only_if_idle` it is dropped (False) while the lane has work."""
+        with self._lock:
+            lane = self._lanes.get(key)
+            if lane is None:
+                lane = self._lanes[key] = _Lane()
+                Thread(target=self._run, args=(key, lane), name=f"lane-{key}", daemon=True).start()
+            with lane.wake:
+                if only_if_idle and (lane.busy or lane.jobs):
+                    return False
+                lane.jobs.append(job)
+                lane.wake.notify()
+        return True
+
+    def _run(self, key: Hashable, lane: _Lane) -> None:
+        while True:
+            with lane.wake:
+                lane.busy = False
+                lane.wake.wait_for(lambda: lane.jobs, IDLE_S)
+                job = lane.jobs.popleft() if lane.jobs else None
+                lane.busy = job is not None
+            if job is None:
+                if self._retire(key, lane):
+                    return
+                continue
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 (a bug in a job must be told, not kill the lane silently)
+                self._on_error(key, error)
+
+    def _retire(self, key: Hashable, lane: _Lane) -> bool:
+        """End the lane unless work arrived meanwhile; `submit` holds the same lock."""
+        with self._lock:
+            if lane.jobs:
+                return False
+            self._lanes.pop(key, None)
+            return True
+
+
+class _Lane:
+    __slots__ = ("busy", "jobs", "wake")
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job] = deque()
+        self.busy = False
+        self.wake = Condition()

@@ -1,0 +1,93 @@
+"""What every launcher offers: how a process is started, recognised, watched, ended and swept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
+
+MARK_ENGINE: Final = "VLLM_SUPERVISOR_ENGINE"
+MARK_GENERATION: Final = "VLLM_SUPERVISOR_GENERATION"
+MARK_STATE: Final = "VLLM_SUPERVISOR_STATE"
+"""Environment of every process of an engine: whose it is, also when its parents are gone and its session is its own."""
+
+
+class GateError(Exception):
+    """Nothing was spawned, because the world is not ready for it. `code` is a gate of the design ("port_held", ...)."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class LaunchError(Exception):
+    """Nothing was spawned, and waiting alone does not help."""
+
+    def __init__(self, kind: ExitClass, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class StateDirError(Exception):
+    """The state directory cannot be used."""
+
+
+class StateDirBusy(StateDirError):  # noqa: N818 (it says what is the case, not what went wrong)
+    """Another daemon uses the state directory. `pid` is None when it did not say who it is."""
+
+    def __init__(self, pid: int | None, message: str) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who gets the connections to an address. `holder` describes somebody else who does; both unset: nobody listens."""
+
+    ours: bool
+    holder: str | None = None
+
+
+class Launcher(Protocol):
+    """How engines are run. Calls for one engine that change something come one after the other (its lane)."""
+
+    def launch(self, plan: LaunchPlan, generation: int) -> Process:
+        """Spawn and begin to watch. Raises GateError or LaunchError: then nothing of it lives."""
+
+    def recover(self) -> tuple[Found, ...]:
+        """At the start of the daemon: what lives of an earlier one. Files of what does not are removed."""
+
+    def adopt(self, engine: str, generation: int) -> None:
+        """Take over what `recover` found; the exit of its main process is told like any other."""
+
+    def terminate(self, engine: str, generation: int) -> None:
+        """SIGTERM to the main process."""
+
+    def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
+        """SIGKILL to everything, then its files. Returns what remains after a few seconds, described."""
+
+    def members(self, engine: str) -> tuple[int, ...]:
+        """Pids of the living processes of the engine."""
+
+    def host_bytes(self, engine: str) -> int | None:
+        """Anonymous host memory of the engine."""
+
+    def progress(self, engine: str) -> Progress:
+        """How far its start has come."""
+
+    def owns_listener(self, engine: str, host: str, port: int) -> Ownership:
+        """Who answers on the engine's address."""
+
+    def tail(self, engine: str, lines: int) -> tuple[str, ...]:
+        """Last lines of output of this generation, oldest first, without control characters."""
+
+    def log_path(self, engine: str) -> Path:
+        """Where the output goes."""
+
+    def rotate_if_large(self, engine: str) -> bool:
+        """Shorten the log of a running engine when it has grown too large; say whether it was."""
+
+    def close(self) -> None:
+        """Stop watching. Engines are left as they are."""

@@ -1,0 +1,268 @@
+"""The plain launcher: engines are child processes of the daemon, each in a session of its own.
+
+The daemon's end does not end them by itself; what a killed daemon leaves is found by the next one through the identity
+records and the marks in the environment of every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
+from supervisord.launcher import family, killing, logs, ports, procfs, sharedmem
+from supervisord.launcher.base import LaunchError, Ownership, StateDirError
+from supervisord.launcher.entry import Entry
+from supervisord.launcher.exits import Exit, ExitWatcher
+from supervisord.launcher.procfs import Census, Stat
+from supervisord.launcher.records import Record, Records
+from supervisord.launcher.starting import Starter
+from supervisord.launcher.statedir import PrivateDirs, lock_state_dir, make_directory
+from supervisord.state import boot_id
+
+__all__ = ["PlainLauncher", "lock_state_dir"]
+
+SWEEP_S: Final = 5.0
+
+_CENSUS_S: Final = 1.0
+"""Samples of several engines share a census of this age."""
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class PlainLauncher:
+    """Implements `base.Launcher`.
+
+    `on_exit(engine, generation, code, signal)` is called on the exit watcher's thread; `on_trouble(message)` hears of
+    what went wrong without stopping anything, on the caller's. Raises StateDirError.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        on_exit: Callable[[str, int, int | None, int | None], None],
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self._state_dir = str(state_dir)
+        self._on_exit = on_exit
+        self._on_trouble = on_trouble
+        self._entries: dict[str, Entry] = {}
+        self._census = Census(-_CENSUS_S, {}, settled=False)
+        identities, log_dir = state_dir / "identity", state_dir / "logs"
+        try:
+            make_directory(identities, 0o700)
+            make_directory(log_dir, 0o750)
+        except OSError as error:
+            raise StateDirError(f"cannot make {error.filename} in supervisor.state_dir: {error.strerror}") from None
+        self._records = Records(identities)
+        self._private = PrivateDirs(state_dir)
+        self._starter = Starter(state_dir, log_dir, self._records, self._private)
+        # Orphans of our children become our children: only so can they be found, and buried.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._exits = ExitWatcher(self._exited)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._exits.close()
+
+    # --- beginning ----------------------------------------------------------------------------------------------
+
+    def launch(self, plan: LaunchPlan, generation: int) -> Process:
+        """Spawn and begin to watch. Raises GateError or LaunchError: then nothing of it lives."""
+        old = self._entries.get(plan.engine)
+        if old is not None and not old.ended:
+            message = f"cannot start {plan.engine}: generation {old.generation} of it has not been swept"
+            raise LaunchError(ExitClass.RESOURCE, message)
+        record, pidfd = self._starter.start(plan, generation)
+        self._entries[record.engine] = Entry(record, pidfd, self.log_path(record.engine))
+        # The record outlives the daemon already; the disk is only waited for when the engine is on its way.
+        with self._telling(f"cannot write the identity record of {record.engine} to the disk"):
+            self._records.sync(record.engine)
+        self._exits.watch(record.engine, generation, pidfd, child=True)
+        return record.process
+
+    def recover(self) -> tuple[Found, ...]:
+        """What lives of an earlier daemon; what does not loses its files. Broken records are told, never fatal."""
+        records, problems = self._records.load()
+        for problem in problems:
+            self._on_trouble(problem)
+        census, boot = procfs.census(), boot_id()
+        found = []
+        for record in [*records, *self._unrecorded({record.engine for record in records}, census)]:
+            entry = self._entries[record.engine] = Entry(record, None, self.log_path(record.engine))
+            entry.forget_main_unless_alive(boot, census)
+            alive = self._members(entry, census, everywhere=True)
+            if alive:
+                described = tuple(procfs.describe(stat) for stat in alive)
+                found.append(Found(entry.engine, entry.generation, entry.process, described, record.plan_id or None))
+            elif not entry.ended:
+                self._finish(entry)
+        for path in self._private.others({Path(e.record.private_dir) for e in self._entries.values() if not e.ended}):
+            with self._telling("cannot remove an old temporary directory"):
+                self._private.remove(path)
+        return tuple(found)
+
+    def _unrecorded(self, recorded: set[str], census: Census) -> list[Record]:
+        """Records for processes that carry our marks and have none, because somebody removed it."""
+        found: dict[str, Record] = {}
+        for stat in census.processes.values():
+            marks = family.marks(stat, self._state_dir) if stat.alive and stat.pid != os.getpid() else None
+            uid = procfs.uid_of(stat.pid)
+            if marks is not None and uid is not None and marks.engine not in recorded | found.keys():
+                directory = str(self._private.path(*marks))
+                found[marks.engine] = Record(*marks, "", uid, Process(0, 0, ""), directory, 0)
+        return list(found.values())
+
+    def adopt(self, engine: str, generation: int) -> None:
+        """Take over what `recover` found, under this generation; the end of a main process that is gone is told."""
+        entry = self._entries.get(engine)
+        if entry is None:
+            return
+        entry.generation = generation
+        if entry.process is None:
+            return
+        entry.pidfd = killing.open_exactly(entry.process.pid, entry.process.start_ticks)
+        if entry.pidfd is None:
+            self._on_exit(engine, generation, None, None)
+            return
+        stat = procfs.read_stat(entry.process.pid)
+        entry.child = stat is not None and stat.ppid == os.getpid()
+        self._exits.watch(engine, generation, entry.pidfd, child=entry.child)
+
+    # --- ending -------------------------------------------------------------------------------------------------
+
+    def terminate(self, engine: str, generation: int) -> None:
+        """SIGTERM to the main process; gone already: nothing to do."""
+        entry = self._entry(engine, generation)
+        if entry is not None and entry.pidfd is not None:
+            with self._telling(f"cannot send SIGTERM to {engine}"), contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(entry.pidfd, signal.SIGTERM)
+
+    def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
+        """SIGKILL to everything of the engine, then its files. Returns what still lives after 5 s, described."""
+        entry = self._entry(engine, generation)
+        if entry is None or entry.ended:
+            return ()
+        remaining = killing.kill_all(lambda: self._doomed(entry), SWEEP_S)
+        if not remaining:
+            self._finish(entry)
+        return tuple(procfs.describe(stat) for stat in remaining)
+
+    def _doomed(self, entry: Entry) -> tuple[list[Stat], bool]:
+        census = procfs.census()
+        found = self._members(entry, census, everywhere=not entry.child)
+        self._note_shared_memory(entry, found)
+        return found, census.settled
+
+    def _finish(self, entry: Entry) -> None:
+        """Nothing lives: remove its files, and say in the record that this was done."""
+        record = entry.record
+        with self._telling(f"cannot remove what {entry.engine} left in {sharedmem.DIRECTORY}"):
+            sharedmem.remove(entry.shared_memory, record.uid)
+        with self._telling(f"cannot remove the temporary directory of {entry.engine}"):
+            self._private.remove(Path(record.private_dir))
+        self._note(entry, {"ended": True})
+        entry.end()
+
+    def _exited(self, seen: Exit) -> None:
+        entry = self._entry(seen.engine, seen.generation)
+        if entry is not None:
+            entry.reaped_ticks = seen.reaped_ticks
+        self._on_exit(seen.engine, seen.generation, seen.code, seen.signal)
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def members(self, engine: str) -> tuple[int, ...]:
+        """Pids of the living processes of the engine."""
+        entry = self._entries.get(engine)
+        if entry is None or entry.ended:
+            return ()
+        return tuple(stat.pid for stat in self._members(entry, procfs.census(), everywhere=False))
+
+    def host_bytes(self, engine: str) -> int | None:
+        """Anonymous host memory of the engine, None when nothing of it lives."""
+        entry = self._entries.get(engine)
+        found = self._sample(entry) if entry is not None else []
+        return sum(procfs.anonymous_bytes(stat.pid) for stat in found) if found else None
+
+    def progress(self, engine: str) -> Progress:
+        """How far its start has come: bytes, memory and log lines of all its processes."""
+        entry = self._entries.get(engine)
+        if entry is None:
+            return Progress(0, 0, 0)
+        found = self._sample(entry)
+        memory = sum(procfs.anonymous_bytes(stat.pid) for stat in found)
+        return Progress(entry.bytes_read(found), memory, entry.lines.count())
+
+    def owns_listener(self, engine: str, host: str, port: int) -> Ownership:
+        """Who answers on the engine's address."""
+        return ports.ownership(self.members(engine), host, port)
+
+    def tail(self, engine: str, lines: int) -> tuple[str, ...]:
+        """Last lines of output of this generation, oldest first, without control characters."""
+        entry = self._entries.get(engine)
+        return logs.tail(self.log_path(engine), entry.log_offset, lines) if entry is not None else ()
+
+    def log_path(self, engine: str) -> Path:
+        """Where the output goes."""
+        return self._starter.log_path(engine)
+
+    def rotate_if_large(self, engine: str) -> bool:
+        """Cut the log of a running engine at 256 MiB; say whether it was."""
+        was_cut = False
+        with self._telling(f"cannot keep the end of the log of {engine}"):
+            was_cut = logs.cut(self.log_path(engine))
+        entry = self._entries.get(engine)
+        if was_cut and entry is not None:
+            entry.log_offset = 0
+            self._note(entry, {"log_offset": 0})
+        return was_cut
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    def _entry(self, engine: str, generation: int) -> Entry | None:
+        entry = self._entries.get(engine)
+        return entry if entry is not None and entry.generation == generation else None
+
+    def _sample(self, entry: Entry) -> list[Stat]:
+        if entry.ended:
+            return []
+        census = self._census
+        if time.monotonic() - census.at > _CENSUS_S:
+            census = self._census = procfs.census()
+        found = self._members(entry, census, everywhere=False)
+        self._note_shared_memory(entry, found)
+        return found
+
+    def _members(self, entry: Entry, census: Census, *, everywhere: bool) -> list[Stat]:
+        entries = list(self._entries.values())
+        mains = {other.process.pid for other in entries if other.process is not None}
+        known = {pid: ticks for other in entries for pid, ticks in other.known.items()}
+        family.reap_orphans(census.processes, mains, known)
+        found = family.members(census.processes, entry.clues(self._state_dir), everywhere=everywhere)
+        entry.remember(census, found)
+        return found
+
+    def _note_shared_memory(self, entry: Entry, members: list[Stat]) -> None:
+        if members and entry.unlooked(sharedmem.listing()):
+            new = entry.note(sharedmem.in_use((stat.pid for stat in members), entry.record.uid))
+            if new:
+                self._note(entry, {"shared_memory": new})
+
+    def _note(self, entry: Entry, facts: dict[str, object]) -> None:
+        with self._telling(f"cannot add to the identity record of {entry.engine}"):
+            self._records.add(entry.engine, entry.record.generation, facts)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            self._on_trouble(f"{what}: {where}{error.strerror or error}")

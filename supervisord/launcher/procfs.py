@@ -1,0 +1,209 @@
+"""What /proc says about processes.
+
+A process may end at any moment: then the answer is None or empty, never an exception. Reading the environment, maps,
+descriptors and I/O counters of another user's process needs CAP_SYS_PTRACE.
+"""
+# A census reads a file of every process of the machine; with a Path for each it takes twice as long.
+# ruff: noqa: PTH115, PTH116, PTH123, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_DEAD: Final = frozenset("ZXx")
+_SHM_IN_MAPS: Final = re.compile(rb" /dev/shm/([^/\n]+)$", re.MULTILINE)
+_SHM_PREFIX: Final = "/dev/shm/"  # noqa: S108 (the directory of POSIX shared memory, not a place for files of ours)
+_DELETED: Final = " (deleted)"
+_SOCKET: Final = re.compile(r"socket:\[(\d+)\]")
+
+
+class Stat(NamedTuple):
+    """One process, from /proc/PID/stat (proc(5)). A zombie is dead, unless threads of it still run."""
+
+    pid: int
+    ppid: int
+    session: int
+    start_ticks: int
+    alive: bool
+    state: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """All processes of the machine. `at`: monotonic seconds when counting began.
+
+    `settled`: nobody ended meanwhile, and nobody dead was met. So nobody can have forked and ended between being listed
+    and being looked at: every process that lives now was counted, or descends from one that was and lives.
+    """
+
+    at: float
+    processes: dict[int, Stat]
+    settled: bool
+
+
+class Listener(NamedTuple):
+    """A listening TCP socket: packed address (IPv4 in IPv6 unwrapped), inode, uid of its owner."""
+
+    address: bytes
+    inode: int
+    uid: int
+
+
+def now_ticks() -> int:
+    """The present in the unit of `Stat.start_ticks`."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S)
+
+
+def read_stat(pid: int) -> Stat | None:
+    """One process, or None when there is none."""
+    data = _read_small(f"/proc/{pid}/stat")
+    return _parse_stat(pid, data) if data else None
+
+
+def census() -> Census:
+    """Count everybody; about 10 microseconds a process."""
+    at = time.monotonic()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    processes = {pid: stat for pid in pids if (stat := read_stat(pid)) is not None}
+    settled = len(processes) == len(pids) and all(stat.alive for stat in processes.values())
+    return Census(at, processes, settled)
+
+
+def _parse_stat(pid: int, data: bytes) -> Stat:
+    # The name stands in parentheses and may hold anything, also ") ".
+    head, _, tail = data.rpartition(b") ")
+    fields = tail.split(None, 20)
+    state = fields[0].decode("ascii")
+    return Stat(
+        pid=pid,
+        ppid=int(fields[1]),
+        session=int(fields[3]),
+        start_ticks=int(fields[19]),
+        alive=state not in _DEAD or int(fields[17]) > 1,
+        state=state,
+        name=head.partition(b" (")[2].decode("utf-8", "replace"),
+    )
+
+
+def describe(stat: Stat) -> str:
+    """A process in words: "pid 123 (VLLM::Worker, state D)"; the state is that of a thread that does not end."""
+    state = stat.state
+    if state in _DEAD:
+        state = next((s for s in _thread_states(stat.pid) if s not in _DEAD), state)
+    return f"pid {stat.pid} ({printable(stat.name)}, state {state})"
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for thread in _list(f"/proc/{pid}/task"):
+        data = _read_small(f"/proc/{pid}/task/{thread}/stat")
+        if data:
+            yield _parse_stat(int(thread), data).state
+
+
+def printable(text: str) -> str:
+    """A process's name is its own choice: nothing of it may reach a terminal unseen."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def uid_of(pid: int) -> int | None:
+    """Effective uid of a process."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def environment(pid: int) -> frozenset[bytes]:
+    """The variables that a process was started with, as b"NAME=value"; empty when unreadable or overwritten.
+
+    setproctitle, which vLLM uses, overwrites them unless SPT_NOENV was set.
+    """
+    return frozenset(_read(f"/proc/{pid}/environ").split(b"\0"))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Anonymous resident memory: resident less file and shared pages, the RssAnon of status at half the price."""
+    fields = _read_small(f"/proc/{pid}/statm").split(None, 3)
+    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if fields else 0
+
+
+def read_bytes(pid: int) -> int:
+    """Bytes that came through read calls, and bytes fetched from storage (that is how mapped weights load)."""
+    lines = dict(line.split(b": ") for line in _read_small(f"/proc/{pid}/io").splitlines())
+    return int(lines.get(b"rchar", 0)) + int(lines.get(b"read_bytes", 0))
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped or open."""
+    names = {match.decode("utf-8", "surrogateescape") for match in _SHM_IN_MAPS.findall(_read(f"/proc/{pid}/maps"))}
+    names |= {target[len(_SHM_PREFIX) :] for target in _open_files(pid) if target.startswith(_SHM_PREFIX)}
+    return {name for name in names if "/" not in name and not name.endswith(_DELETED)}
+
+
+def sockets(pid: int) -> set[int]:
+    """Inodes of the sockets that a process has open."""
+    return {int(match[1]) for target in _open_files(pid) if (match := _SOCKET.fullmatch(target))}
+
+
+def listeners(port: int) -> list[Listener]:
+    """Every TCP socket of this network namespace that listens on a port."""
+    row = re.compile(rb"^ *\d+: ([0-9A-F]+):%04X \S+ 0A(?: \S+){3} +(\d+) +\d+ (\d+) " % port, re.MULTILINE)
+    pages = _read("/proc/net/tcp") + _read("/proc/net/tcp6")
+    return [Listener(_packed(address), int(inode), int(uid)) for address, uid, inode in row.findall(pages)]
+
+
+def _packed(text: bytes) -> bytes:
+    words = (text[i : i + 8] for i in range(0, len(text), 8))
+    return unwrapped(b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words))
+
+
+def unwrapped(address: bytes) -> bytes:
+    """An IPv4 address that comes as ::ffff:a.b.c.d, as itself."""
+    prefix = socket.inet_pton(socket.AF_INET6, "::ffff:0.0.0.0")[:12]
+    return address[12:] if len(address) > len(prefix) and address.startswith(prefix) else address
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for descriptor in _list(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
+
+
+def _list(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _read_small(path: str) -> bytes:
+    """Read a file of at most a page with three system calls: this is what a census spends its time on."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

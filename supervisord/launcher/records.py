@@ -1,0 +1,185 @@
+"""Identity records: what makes the process of an engine ours, also for the daemon after this one.
+
+`<state_dir>/identity/<engine>.jsonl`: the first line is the identity, written whole to a new file that is renamed.
+Facts that come later (shared-memory names, a log that was cut, the end) are appended as lines of their own. So no later
+write endangers the identity, and a torn last line costs only itself.
+
+A record is in the kernel, and so survives the death of the daemon, as soon as it is renamed; `sync` makes it survive
+the machine. Processes do not survive the machine, so a spawn need not wait for the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from supervisord.core.model import Process
+
+VERSION: Final = 1
+_SUFFIX: Final = ".jsonl"
+_MAX_BYTES: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One generation of one engine.
+
+    `uid`: whose process it is. `private_dir`: its temporary directory. `log_offset`: where its output begins in the
+    log. `shared_memory`: names in /dev/shm with their inodes. `ended`: it was swept, nothing of it is left.
+    """
+
+    engine: str
+    generation: int
+    plan_id: str
+    uid: int
+    process: Process
+    private_dir: str
+    log_offset: int
+    shared_memory: Mapping[str, int] = field(default_factory=dict)
+    ended: bool = False
+
+
+class RecordError(Exception):
+    """A record cannot be used."""
+
+
+class Records:
+    """The records of all engines."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = Lock()
+        self._generations: dict[str, int] = {}
+
+    def put(self, record: Record) -> None:
+        """Replace the record of an engine. Raises OSError."""
+        process = record.process
+        facts = {
+            "version": VERSION,
+            "engine": record.engine,
+            "generation": record.generation,
+            "plan_id": record.plan_id,
+            "uid": record.uid,
+            "pid": process.pid,
+            "start_ticks": process.start_ticks,
+            "boot_id": process.boot_id,
+            "private_dir": record.private_dir,
+            "log_offset": record.log_offset,
+        }
+        path = self._path(record.engine)
+        temporary = path.with_name(f".{path.name}.new")
+        with self._lock:
+            _write(temporary, os.O_CREAT | os.O_TRUNC, facts)
+            temporary.rename(path)
+            self._generations[record.engine] = record.generation
+
+    def sync(self, engine: str) -> None:
+        """Make the record of an engine survive a power failure. Raises OSError."""
+        for path in (self._path(engine), self._directory):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def add(self, engine: str, generation: int, facts: Mapping[str, Any]) -> None:
+        """Append what became known about a generation; dropped when the record is of another one. Raises OSError."""
+        with self._lock:
+            if self._generations.get(engine) == generation:
+                _write(self._path(engine), os.O_APPEND, facts)
+
+    def load(self) -> tuple[list[Record], list[str]]:
+        """All records, and one sentence about each file that is none. Unfinished new files are removed."""
+        records, problems = [], []
+        for path in sorted(self._directory.iterdir()):
+            try:
+                if path.suffix != _SUFFIX:
+                    path.unlink()
+                    continue
+                record = parse(path.stem, _read(path))
+            except (OSError, RecordError) as error:
+                problems.append(f"cannot use the identity record {path}: {error}; the next start replaces it")
+                continue
+            self._generations[record.engine] = record.generation
+            records.append(record)
+        return records, problems
+
+    def _path(self, engine: str) -> Path:
+        return self._directory / f"{engine}{_SUFFIX}"
+
+
+def parse(engine: str, data: bytes) -> Record:
+    """Read a record. Raises RecordError when the identity is not all there; wrong later lines are skipped."""
+    first, *later = data.split(b"\n")
+    facts = _object(first)
+    if facts is None:
+        raise RecordError("its first line is not a JSON object")
+    if facts.get("version") != VERSION:
+        raise RecordError(f"its version is {facts.get('version')!r}, this program reads {VERSION}")
+    if facts.get("engine") != engine:
+        raise RecordError(f"it is about engine {facts.get('engine')!r}")
+    record = Record(
+        engine=engine,
+        generation=_number(facts, "generation"),
+        plan_id=_text(facts, "plan_id"),
+        uid=_number(facts, "uid"),
+        process=Process(_number(facts, "pid"), _number(facts, "start_ticks"), _text(facts, "boot_id")),
+        private_dir=_text(facts, "private_dir"),
+        log_offset=_number(facts, "log_offset"),
+    )
+    for line in later:
+        record = _with(record, _object(line) or {})
+    return record
+
+
+def _with(record: Record, facts: Mapping[str, Any]) -> Record:
+    names, offset = facts.get("shared_memory"), facts.get("log_offset")
+    if isinstance(names, dict):
+        known = {name: inode for name, inode in names.items() if isinstance(inode, int)}
+        record = replace(record, shared_memory={**record.shared_memory, **known})
+    if isinstance(offset, int) and offset >= 0:
+        record = replace(record, log_offset=offset)
+    return replace(record, ended=True) if facts.get("ended") is True else record
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _text(facts: Mapping[str, Any], name: str) -> str:
+    value = facts.get(name)
+    if not isinstance(value, str) or not value:
+        raise RecordError(f"its {name} is {value!r}")
+    return value
+
+
+def _number(facts: Mapping[str, Any], name: str) -> int:
+    value = facts.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise RecordError(f"its {name} is {value!r}")
+    return value
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        return file.read(_MAX_BYTES)
+
+
+def _write(path: Path, flags: int, facts: Mapping[str, Any]) -> None:
+    line = json.dumps(facts).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    finally:
+        os.close(descriptor)
