@@ -1,6 +1,6 @@
 """What scripts/demo sees from outside: standard library only, and nothing of the supervisor's own code.
 
-demo_checks.py state ENGINE                   reads `status --json` on stdin; prints: state pid reason…
+demo_checks.py state ENGINE                   reads `status --json` on stdin; prints: state, pid, reasons
 demo_checks.py tree PID                       prints "pid start-time" of the process and everything under it
 demo_checks.py left MARKER FOLDER SEEN        prints what still lives of the demo: pid, command line
 demo_checks.py ask PORT MODEL PID             a completion, and the proof that it came from PID's process tree
@@ -190,7 +190,10 @@ def state(engine: str) -> None:
     try:
         engines = json.load(sys.stdin)["engines"]
         (one,) = (e for e in engines if e["name"] == engine)
-        reasons = "; ".join(f"{r['code']}: {r['message']}" for r in one["reasons"])
+        # A code that only repeats the state says nothing new.
+        reasons = "; ".join(
+            r["message"] if r["code"] == one["state"] else f"{r['code']}: {r['message']}" for r in one["reasons"]
+        )
         print(one["state"], one["pid"] or 0, printable(reasons))
     except (ValueError, KeyError, TypeError):
         print("unknown", 0, "")

@@ -51,7 +51,8 @@ FLUSH_S: Final = 2.0
 def run(config_path: Path) -> int:
     """The daemon, in the foreground, until it is told to end. Returns the exit code (design section 6)."""
     try:
-        loaded = load(config_path, trust=os.geteuid() == 0)
+        # Without the files: a model on a disk that is not mounted yet must not keep the other engines down.
+        loaded = load(config_path, trust=os.geteuid() == 0, check_files=False)
     except ConfigError as error:
         for problem in error.problems:
             _say(str(problem))
@@ -179,7 +180,9 @@ class Daemon:
             launcher="plain",
             pid=os.getpid(),
             since=now,
-            engines=durable.restore(spec, self._plan_ids(spec), saved, now, same_boot=same_boot),
+            engines=durable.restore(
+                spec, self._plan_ids(spec), saved, now, same_boot=same_boot, spawned=self._launcher.generations()
+            ),
         )
 
     def _plan(self, spec: EngineSpec) -> LaunchPlan:
@@ -237,7 +240,11 @@ class Daemon:
             loaded = load(self._config_path, trust=self._as_root)
         except ConfigError as error:
             return Reloaded(accepted=False, messages=tuple(str(problem) for problem in error.problems))
-        plan_ids = self._plan_ids(loaded.spec)
+        plans = {name: self._plan(spec) for name, spec in loaded.spec.engines.items()}
+        problems = [f"engine {name}: {error}" for name, plan in plans.items() for error in plan.errors]
+        if problems:
+            return Reloaded(accepted=False, messages=tuple(problems))
+        plan_ids = {name: plan.plan_id for name, plan in plans.items()}
         _, node = self._board.read()
         changes = requests.changes(node, loaded.spec, plan_ids)
         messages = [f"{name} {text}" for name, text in changes.items()]

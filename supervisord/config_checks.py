@@ -66,8 +66,8 @@ def warnings(spec: NodeSpec) -> Iterator[Finding]:
         for gpu in filter(_GPU_INDEX.fullmatch, engine.gpus):
             message = "an index can mean another GPU after a reboot"
             yield _finding((*at, "gpus"), gpu, message, "write its UUID (nvidia-smi -L)")
-        if _socket_bytes(spec.supervisor.state_dir, engine.name, generation_digits=5) > SUN_PATH_BYTES:
-            message = "its starts fail once its generation number has five digits: paths of sockets get too long"
+        if _socket_bytes(spec.supervisor.state_dir, engine.name, generation_digits=4) > SUN_PATH_BYTES:
+            message = "its starts can fail once its generation number has four digits: paths of sockets get too long"
             yield Finding(at, message, "shorten supervisor.state_dir or the name of the engine")
 
 
@@ -103,7 +103,10 @@ def _supervisor(spec: SupervisorSpec) -> Iterator[Finding]:
 
 
 def _socket_bytes(state_dir: str, engine: str, generation_digits: int) -> int:
-    """Length of the longest socket path of an engine: `<state_dir>/tmp/<engine>.<generation>/<name by vLLM>`."""
+    """Length of the longest socket path of an engine: `<state_dir>/tmp/<engine>.<generation>/<name by vLLM>`.
+
+    The launcher uses the last four digits of the generation.
+    """
     directory = len(f"{state_dir.rstrip('/')}/{_TEMPORARY}/{engine}.".encode())
     return directory + generation_digits + 1 + _VLLM_SOCKET_NAME_BYTES
 

@@ -244,7 +244,10 @@ class NodeEffects:
             if known is None or known[0] != generation:
                 known = self._probes[name] = (generation, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
             at = time.monotonic()
-            host_bytes = self._launcher.host_bytes(name) if action.host else None
+            host_bytes = None
+            if action.host:
+                host_bytes = self._launcher.host_bytes(name)
+                self._launcher.rotate_if_large(name)
             self._inbox.put(Sampled(name, generation, known[1].look(at, host_bytes)))
 
         self._lanes.submit(("probe", name), job, only_if_idle=True)

@@ -6,18 +6,21 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Final
 
 from supervisord.config import DEFAULT_PATH, ConfigError, Loaded, daemon_is_root, load
 from supervisord.config_problems import printable
 from supervisord.engine.launch import build_plan
 
-EXIT_OK = 0
-EXIT_INVALID = 2
+EXIT_OK: Final = 0
+EXIT_INVALID: Final = 2
+
+_DESCRIPTION: Final = "Say whether the daemon would take a configuration, and everything that is wrong with it."
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command line."""
-    parser = subparsers.add_parser("check-config", help="validate a configuration", description=__doc__)
+    parser = subparsers.add_parser("check-config", help="validate a configuration", description=_DESCRIPTION)
     parser.add_argument(
         "config", metavar="FILE", nargs="?", type=Path, default=DEFAULT_PATH, help=f"default: {DEFAULT_PATH}"
     )

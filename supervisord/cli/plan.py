@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from supervisord.cli.check_config import EXIT_INVALID, EXIT_OK, print_problems
 from supervisord.config import DEFAULT_PATH, ConfigError, daemon_is_root, load
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from supervisord.core.spec import EngineSpec, NodeSpec
     from supervisord.engine.launch import Explanation
 
-EXIT_UNKNOWN_ENGINE = 5
+EXIT_UNKNOWN_ENGINE: Final = 5
+
+_DESCRIPTION: Final = "Show what exactly would be started, and where each part of it comes from. Changes nothing."
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command line."""
-    parser = subparsers.add_parser("plan", help="show how engines would be started", description=__doc__)
+    parser = subparsers.add_parser("plan", help="show how engines would be started", description=_DESCRIPTION)
     parser.add_argument("engine", metavar="ENGINE", nargs="?", help="default: every engine")
     parser.add_argument("--config", metavar="FILE", type=Path, default=DEFAULT_PATH, help=f"default: {DEFAULT_PATH}")
 

@@ -10,13 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from signal import SIGKILL
 from typing import Final
 
 from supervisord.core.model import ExitClass
 
 ARGPARSE_ERROR: Final = 2
 """vLLM's exit code for argument errors; everything else that fails at start is 1."""
+
+SIGKILL: Final = 9
+SIGNAL_NAMES: Final = {
+    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
+    9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM",
+}  # fmt: skip
+"""Of Linux, those that end a process in practice; the `signal` module is more than names, so the core stays without."""
 
 _EXCERPT_CHARS: Final = 240
 

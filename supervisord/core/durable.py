@@ -7,6 +7,7 @@ hand: every value is checked, a wrong one is as good as an absent one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from supervisord.core.model import (
@@ -58,16 +59,27 @@ def save_engine(engine: Engine) -> Saved:
 
 
 def restore(
-    spec: NodeSpec, plan_ids: Mapping[str, str], saved: Mapping[str, Any], now: float, *, same_boot: bool
+    spec: NodeSpec,
+    plan_ids: Mapping[str, str],
+    saved: Mapping[str, Any],
+    now: float,
+    *,
+    same_boot: bool,
+    spawned: Mapping[str, int],
 ) -> dict[str, Engine]:
     """The engines of a starting daemon.
 
     An operator's stop or start survives within one boot; a reboot applies `autostart`. Generations always go on.
     `failed: config` is tried again by a daemon start, a crash loop is not (same boot, same launch plan).
+    `spawned`: the last generations that the launcher's records know; a killed daemon may not have saved its last one.
     """
-    return {
+    engines = {
         name: _restore_engine(engine, plan_ids[name], _mapping(saved.get(name)), now, same_boot=same_boot)
         for name, engine in spec.engines.items()
+    }
+    return {
+        name: replace(engine, generation=max(engine.generation, spawned.get(name, 0)))
+        for name, engine in engines.items()
     }
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from signal import Signals
 from typing import Final
 
 from supervisord.core import admission, policy
-from supervisord.core.classify import classify
+from supervisord.core.classify import SIGNAL_NAMES, classify
 from supervisord.core.messages import Abandon, Exited, Probe, Sampled, Severity, Sweep, Swept, Terminate
 from supervisord.core.model import (
     After,
@@ -153,10 +152,7 @@ def _asked_exit(engine: Engine, seen: Exited, now: float) -> LastExit:
 
 def _how(seen: Exited) -> str:
     if seen.signal is not None:
-        try:
-            return f"killed by {Signals(seen.signal).name}"
-        except ValueError:
-            return f"killed by signal {seen.signal}"
+        return f"killed by {SIGNAL_NAMES.get(seen.signal, f'signal {seen.signal}')}"
     if seen.code is not None:
         return f"exit code {seen.code}"
     return "ended, exit code unknown"

@@ -201,7 +201,9 @@ def on_clock(turn: Turn, engine: Engine) -> None:
             if engine.launching is None:
                 admission.admit(turn, engine)
             else:
-                text = "a launch has not answered for hours: the disk or the process table hangs; mend that, then reset it"
+                text = (
+                    "a launch has not answered for hours: the disk or the process table hangs; mend that, then reset it"
+                )
                 admission.fail(turn, engine, FailedKind.UNKILLABLE, text)
         case Starting() if turn.now >= phase.give_up_at:
             text = f"not answering after {spec.start_timeout_max_s:g} s in all (start_timeout_max_s)"

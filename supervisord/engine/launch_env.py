@@ -28,6 +28,10 @@ _NEVER: Final = frozenset(
         "VIRTUAL_ENV",
         "VLLM_API_KEY",
         _KEEP_ALIVE,
+        # Each engine gets a temporary directory of its own from the launcher.
+        "TMPDIR",
+        "TMP",
+        "TEMP",
         "PWD",
         "OLDPWD",
         "_",

@@ -59,6 +59,9 @@ class Launcher(Protocol):
     def recover(self) -> tuple[Found, ...]:
         """At the start of the daemon: what lives of an earlier one. Files of what does not are removed."""
 
+    def generations(self) -> dict[str, int]:
+        """The last generation of each engine that `recover` knows of, alive or not."""
+
     def adopt(self, engine: str, generation: int) -> None:
         """Take over what `recover` found; the exit of its main process is told like any other."""
 

@@ -55,9 +55,9 @@ def cut(path: Path) -> bool:
     """
     if _size(path) < CUT_BYTES:
         return False
-    _make_room(path)
     with path.open("r+b", buffering=0) as log:
         try:
+            _make_room(path)
             with _older(path, 1).open("wb", buffering=0) as older:
                 end = log.seek(-ROTATE_BYTES, os.SEEK_END) + 2 * ROTATE_BYTES
                 while log.tell() < end and (data := log.read(_READ_BYTES)):

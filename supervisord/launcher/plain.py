@@ -108,6 +108,10 @@ class PlainLauncher:
                 self._private.remove(path)
         return tuple(found)
 
+    def generations(self) -> dict[str, int]:
+        """The last generation of each engine that the records know, alive or not."""
+        return {entry.engine: entry.generation for entry in self._entries.values()}
+
     def _unrecorded(self, recorded: set[str], census: Census) -> list[Record]:
         """Records for processes that carry our marks and have none, because somebody removed it."""
         found: dict[str, Record] = {}

@@ -129,7 +129,7 @@ def environment(pid: int) -> frozenset[bytes]:
 
     setproctitle, which vLLM uses, overwrites them unless SPT_NOENV was set.
     """
-    return frozenset(_read(f"/proc/{pid}/environ").split(b"\0"))
+    return frozenset(filter(None, _read(f"/proc/{pid}/environ").split(b"\0")))
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -134,16 +134,21 @@ class Daemon:
         return self.wait_engine(name, test, timeout_s, f"to be {state} (generation {generation})")
 
     def leftovers(self, timeout_s: float = 5.0) -> list[int]:
-        """Processes that this daemon or its engines started and that still live, after a moment to go."""
+        """Processes that this daemon or its engines started and that still live, after a moment to go.
+
+        Two signs, because vLLM's children write their title over their environment: the marker, and an open file here.
+        """
         until = time.monotonic() + timeout_s
-        while (left := processes_with_marker(MARKER, self.marker)) and time.monotonic() < until:
+        while (left := self._processes()) and time.monotonic() < until:
             time.sleep(0.05)
         return left
 
     def engine_processes(self, name: str) -> list[int]:
-        """Living processes of one engine, told by the environment that it was started with."""
-        ours = set(processes_with_marker(MARKER, self.marker))
-        return sorted(ours & set(processes_with_marker("VLLM_SUPERVISOR_ENGINE", name)))
+        """Living processes of one engine: those that write its log."""
+        return sorted(processes_using(str(self.home / "state" / "logs" / f"{name}.log")))
+
+    def _processes(self) -> list[int]:
+        return sorted({*processes_with_marker(MARKER, self.marker), *processes_using(f"{self.home}/")})
 
     def story(self) -> str:
         """What the daemon and its engines wrote, for a failing test."""
@@ -172,6 +177,19 @@ def engine_toml(name: str, command: list[str], port: int, model: str, extra: str
         f"[engine.{name}]\ncommand = {json.dumps(command)}\nmodel = {json.dumps(model)}\nport = {port}\n"
         f"user = {json.dumps(getpass.getuser())}\n{extra}\n"
     )
+
+
+def processes_using(prefix: str) -> list[int]:
+    """Living processes with an open file whose path begins with `prefix`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            links = [str(link.readlink()) for link in (entry / "fd").iterdir()]
+            if any(link.startswith(prefix) for link in links) and alive(int(entry.name)):
+                found.append(int(entry.name))
+    return found
 
 
 def _tail(path: Path, characters: int = 6000) -> str:
