@@ -57,6 +57,9 @@ def run(config_path: Path) -> int:
         for problem in error.problems:
             _say(str(problem))
         return EXIT_CONFIG
+    if loaded.spec.supervisor.launcher == "systemd":
+        _say('cannot use supervisor.launcher = "systemd": this release has only the plain launcher; write "plain"')
+        return EXIT_CONFIG
     state_dir = Path(loaded.spec.supervisor.state_dir)
     try:
         lock = lock_state_dir(state_dir)

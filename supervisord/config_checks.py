@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import combinations
-from typing import Final
+from typing import Any, Final
 
 from supervisord.config_flags import variable_findings
 from supervisord.config_problems import Finding, Parts, looks_secret, nearest, printable, shown
@@ -61,14 +62,29 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:
     """What works, but probably not as it is meant."""
+    yield from _pending(spec.supervisor, ("supervisor",))
+    yield from _pending(spec.gpu, ("gpu",))
+    if spec.supervisor.launcher == "systemd":
+        message = "this release has only the plain launcher, and the daemon will not start with it"
+        yield _finding(("supervisor", "launcher"), "systemd", message, 'write "auto" or "plain"')
     for engine in spec.engines.values():
         at = ("engine", engine.name)
+        yield from _pending(engine, at)
+        for table in ("probe", "restart", "slo"):
+            yield from _pending(getattr(engine, table), (*at, table))
         for gpu in filter(_GPU_INDEX.fullmatch, engine.gpus):
             message = "an index can mean another GPU after a reboot"
             yield _finding((*at, "gpus"), gpu, message, "write its UUID (nvidia-smi -L)")
         if _socket_bytes(spec.supervisor.state_dir, engine.name, generation_digits=4) > SUN_PATH_BYTES:
             message = "its starts can fail once its generation number has four digits: paths of sockets get too long"
             yield Finding(at, message, "shorten supervisor.state_dir or the name of the engine")
+
+
+def _pending(table: Any, at: Parts) -> Iterator[Finding]:
+    """Keys that somebody set and that this release only validates."""
+    for field in fields(table):
+        if field.metadata.get("pending") and getattr(table, field.name) not in (field.default, {}, ""):
+            yield Finding((*at, field.name), "this release checks it", "nothing acts on it yet")
 
 
 def valid_engine_name(name: str) -> bool:

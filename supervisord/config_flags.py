@@ -172,8 +172,8 @@ def variable_findings(name: str, value: str, *, has_gpus: bool, at: Parts) -> It
     refused = _REFUSED_VARIABLES.get(name)
     if name.startswith("WATCHDOG_"):
         refused = _BY_SUPERVISOR, "remove it"
-    elif name.startswith("VLLM_SUPERVISOR_"):
-        refused = "names that begin with VLLM_SUPERVISOR_ are the supervisor's own", "remove it"
+    elif name.startswith(("VLLM_SUPERVISOR_", "SUPERVISED_")):
+        refused = "names that begin with VLLM_SUPERVISOR_ or SUPERVISED_ are the supervisor's own", "remove it"
     elif name == "CUDA_VISIBLE_DEVICES" and (value or has_gpus):
         refused = "the supervisor sets it from the key gpus", "name the GPUs in gpus, and remove this"
     if refused is not None:

@@ -42,10 +42,9 @@ class Journal:
         self._queue: Queue[Record | None] = Queue(_QUEUE)
         self.dropped = 0
         self._reported = 0
-        processors: list[Any] = [
-            structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=not terminal)
-        ]
-        processors.append(_for_eyes if terminal else structlog.processors.JSONRenderer())
+        stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=not terminal)
+        json_lines = [_people_first, structlog.processors.JSONRenderer()]
+        processors: list[Any] = [stamp, *([_for_eyes] if terminal else json_lines)]
         self._logger = structlog.wrap_logger(structlog.WriteLogger(self._stream), processors=processors)
         self._thread = Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -95,6 +94,11 @@ class Journal:
         except (OSError, ValueError):
             return False  # the terminal or pipe is gone: nobody reads, and nobody must be stopped by it
         return True
+
+
+def _people_first(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Order the keys as a person reads them: when, how bad, what."""
+    return {key: event[key] for key in ("timestamp", "level", "event")} | event
 
 
 def _for_eyes(_logger: Any, _method: str, event: dict[str, Any]) -> str:

@@ -41,8 +41,8 @@ def admit_waiting(turn: Turn) -> None:
     for engine in turn.engines():
         phase = engine.phase
         if isinstance(phase, Waiting) and phase.reason.code in INTERNAL_GATES:
-            current = turn.engine(engine.spec.name)
-            if current is engine:
+            still = _internal_gate(turn, engine)
+            if still != phase.reason:
                 admit(turn, engine)
 
 

@@ -15,7 +15,14 @@ from typing import Final
 from supervisord.core.model import ExitClass
 
 ARGPARSE_ERROR: Final = 2
-"""vLLM's exit code for argument errors; everything else that fails at start is 1."""
+"""vLLM's exit code for argument errors."""
+
+START_FAILED: Final = 1
+"""And for everything else that fails at start."""
+
+ANY: Final = frozenset(ExitClass)
+OF_A_START: Final = frozenset({ExitClass.CONFIG, ExitClass.EXTERNAL})
+"""Only a start fails like this."""
 
 SIGKILL: Final = 9
 SIGNAL_NAMES: Final = {
@@ -40,17 +47,31 @@ def _sig(kind: ExitClass, pattern: str, advice: str) -> Signature:
     return Signature(kind, re.compile(pattern, re.IGNORECASE), advice)
 
 
+_XID: Final = r"xid \(pci:[^)\n]{1,20}\): "
+"""How the kernel begins an Xid line; the address may look like a number that means something else."""
+
 SIGNATURES: Final[tuple[Signature, ...]] = (
     _sig(
         ExitClass.HARDWARE,
-        r"gpu has fallen off the bus|uncorrectable ecc|xid[^\n]{0,60}\b"
-        r"(?:46|48|62|64|74|79|95|110|119|120|136|140|143)\b"
-        r"|error 802: system not yet initialized",
+        r"gpu has fallen off the bus|uncorrectable ecc"
+        rf"|{_XID}(?:46|48|62|64|74|79|95|110|119|120|136|140|143)\b"
+        rf"|{_XID}154\b[^\n]* to [^\n]*(?:reset|reboot|drain)",
         "the GPU or the driver failed; look at `dmesg | grep -i xid` and `nvidia-smi -q`",
     ),
     _sig(
+        ExitClass.RESOURCE,
+        r"error 802: system not yet initialized",
+        "the NVSwitch fabric is not up: nvidia-fabricmanager does not run, or its version is not the driver's; "
+        "`systemctl status nvidia-fabricmanager`",
+    ),
+    _sig(
+        ExitClass.RESOURCE,
+        r"cuda unknown error|found no nvidia driver|no cuda gpus are available",
+        "the NVIDIA driver is not ready for new processes; see `nvidia-smi`, /dev/nvidia-uvm and `dmesg`",
+    ),
+    _sig(
         ExitClass.CUDA_APP,
-        r"illegal memory access|device-side assert|"
+        rf"{_XID}(?:13|31|43|45|94)\b|illegal memory access|device-side assert|"
         r"cuda error: (?:an illegal|unspecified launch|misaligned)|cublas_status_",
         "a CUDA kernel failed; if it comes back, try --enforce-eager or another attention backend",
     ),
@@ -78,7 +99,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.CONFIG,
-        r"localentrynotfounderror|outgoing traffic has been disabled",
+        r"outgoing traffic has been disabled|offline mode is enabled",
         "the model is not in the local cache and downloads are off; download it first, or set HF_HUB_OFFLINE=0",
     ),
     _sig(
@@ -100,7 +121,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.EXTERNAL,
-        r"hfhubhttperror|too many requests|\b429\b[^\n]{0,40}(?:client error|http)"
+        r"hfhubhttperror|localentrynotfounderror|too many requests|\b429\b[^\n]{0,40}(?:client error|http)"
         r"|\b50[234] (?:server error|bad gateway|gateway)"
         r"|temporary failure in name resolution|name or service not known|connectionerror|connecttimeout|readtimeout"
         r"|max retries exceeded",
@@ -113,7 +134,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.CONFIG,
-        r"no module named '?([\w.]{1,80})'?|failed to find c compiler",
+        r"(?:modulenotfounderror|python[\d.]*): no module named '?[\w.]{1,80}|failed to find c compiler",
         "the vLLM environment is incomplete (a module or a C compiler is missing)",
     ),
     _sig(
@@ -130,24 +151,32 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
 )
 
 _UNIMPORTANT: Final = re.compile(
-    r"^\s*$|warnings\.warn|resource_tracker|^\s*(?:File \"|~+\^|\^+|For further information)"
+    r"^\s*$|warnings\.warn|resource_tracker|nanobind|^ - (?:leaked|\.\.\. skipped)"
+    r"|^\s*(?:File \"|~+\^|\^+|For further information)"
 )
 
 
 def classify(
-    code: int | None, signal: int | None, tail: Sequence[str], *, oom_killed: bool = False
+    code: int | None,
+    signal: int | None,
+    tail: Sequence[str],
+    *,
+    oom_killed: bool = False,
+    answered: bool = False,
 ) -> tuple[ExitClass, str]:
     """Class and advice for an exit that nobody asked for.
 
-    `tail`: the last lines of stdout and stderr, oldest first. A module that is missing is only believed at a failed
-    start (exit code 1): optional imports are logged by healthy engines too.
+    `tail`: the last lines of stdout and stderr, oldest first. `answered`: it had come up. Only a start that failed by
+    itself can have failed for its configuration or for the hub: what an engine logs later is about requests, may quote
+    them, and must not keep it from being started again.
     """
     if oom_killed:
         return ExitClass.OOM_HOST, "the kernel ended it because memory ran out; give the machine or the engine more"
     text = "\n".join(tail)
-    if code == ARGPARSE_ERROR:
-        return ExitClass.CONFIG, _advice(text, {ExitClass.CONFIG}) or f"vLLM refuses its arguments: {_last_line(tail)}"
-    known = _match(text, None)
+    if code == ARGPARSE_ERROR and not answered:
+        known = _match(text, frozenset({ExitClass.CONFIG}))
+        return known or (ExitClass.CONFIG, f"vLLM refuses its arguments: {_last_line(tail)}")
+    known = _match(text, ANY if code == START_FAILED and not answered else ANY - OF_A_START)
     if known is not None:
         return known
     if signal == SIGKILL:
@@ -155,25 +184,16 @@ def classify(
             ExitClass.CRASH,
             "sent by the kernel (look for `Out of memory` in `dmesg`) or by somebody on this machine",
         )
-    if signal is not None:
-        return ExitClass.CRASH, f"last line: {_last_line(tail)}"
     return ExitClass.CRASH, f"last line: {_last_line(tail)}"
 
 
-def _match(text: str, kinds: set[ExitClass] | None) -> tuple[ExitClass, str] | None:
+def _match(text: str, kinds: frozenset[ExitClass]) -> tuple[ExitClass, str] | None:
     for signature in SIGNATURES:
-        if kinds is not None and signature.kind not in kinds:
-            continue
-        found = signature.pattern.search(text)
+        found = signature.pattern.search(text) if signature.kind in kinds else None
         if found is not None:
             groups = [" ".join((group or "see the log").split()) for group in found.groups()]
             return signature.kind, signature.advice.format(*groups)
     return None
-
-
-def _advice(text: str, kinds: set[ExitClass]) -> str | None:
-    found = _match(text, kinds)
-    return found[1] if found is not None else None
 
 
 def _last_line(tail: Sequence[str]) -> str:

@@ -84,42 +84,45 @@ def restore(
 
 
 def _restore_engine(spec: EngineSpec, plan_id: str, saved: Mapping[str, Any], now: float, *, same_boot: bool) -> Engine:
-    wanted, times, failures = spec.autostart, (), 0
+    wanted, failures = spec.autostart, 0
+    times: tuple[float, ...] = ()
     phase: Phase = Stopped()
     last_exit: LastExit | None = None
     if same_boot:
         wanted = saved["wanted"] if isinstance(saved.get("wanted"), bool) else wanted
-        times = tuple(t for t in _list(saved.get("restart_times")) if _is_number(t) and t <= now)
+        moments = (_moment(value, now) for value in _list(saved.get("restart_times")))
+        times = tuple(at for at in moments if at is not None)
         failures = _count(saved.get("failures"))
-        last_exit = _last_exit(_mapping(saved.get("last_exit")))
+        last_exit = _last_exit(_mapping(saved.get("last_exit")), now)
         failed = _mapping(saved.get("failed"))
         if failed.get("kind") == FailedKind.CRASH_LOOP.value and saved.get("plan_id") == plan_id:
             phase = Failed(FailedKind.CRASH_LOOP, str(failed.get("message", "")))
+    generation, warm = _count(saved.get("generation")), _count(saved.get("warm_generation"))
     return Engine(
         spec=spec,
         plan_id=plan_id,
         phase=phase,
         since=now,
         wanted=wanted,
-        generation=_count(saved.get("generation")),
+        generation=generation,
         restart_times=times,
         failures=failures,
         good_plan_id=_text(saved.get("good_plan_id")),
-        warm_generation=_count(saved.get("warm_generation")),
+        warm_generation=warm if warm <= generation else 0,
         last_exit=last_exit,
     )
 
 
-def _last_exit(saved: Mapping[str, Any]) -> LastExit | None:
+def _last_exit(saved: Mapping[str, Any], now: float) -> LastExit | None:
     kinds = {kind.value: kind for kind in ExitClass}
-    kind = saved.get("class")
-    if not isinstance(kind, str) or kind not in kinds or not _is_number(saved.get("at")):
+    kind, at = saved.get("class"), _moment(saved.get("at"), now)
+    if not isinstance(kind, str) or kind not in kinds or at is None:
         return None
     return LastExit(
         kind=kinds[kind],
         code=_integer(saved.get("code")),
         signal=_integer(saved.get("signal")),
-        at=float(saved["at"]),
+        at=at,
         generation=_count(saved.get("generation")),
         advice=_text(saved.get("advice")) or "",
     )
@@ -137,8 +140,11 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # noqa: PLR0124 (NaN)
+def _moment(value: object, now: float) -> float | None:
+    """A monotonic time of this boot: never in the future, and no NaN, infinity or number that no float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= now else None
 
 
 def _integer(value: object) -> int | None:

@@ -22,7 +22,6 @@ from supervisord.core.model import (
     Starting,
     Stopped,
     Stopping,
-    Waiting,
     Warming,
 )
 from supervisord.core.turn import Turn
@@ -32,6 +31,8 @@ REPEAT_TERM_S: Final = 2.0
 
 UNKILLABLE_AFTER_S: Final = 30.0
 """What lives this long after SIGKILL sits in the kernel; normal is under 0.3 s, 9 s for GPU memory of a killed rank."""
+
+LAUNCH_HANGS: Final = "its launch is never answered: the disk or the process table hangs; mend that, then reset it"
 
 SWEEP_AGAIN_S: Final = 1.0
 DRAIN_LOOK_S: Final = 1.0
@@ -46,7 +47,7 @@ def stop(turn: Turn, engine: Engine, after: After, cause: Reason, *, at_once: bo
     if isinstance(phase, Ready | Draining) and not at_once and spec.drain_timeout_s > 0:
         drain(turn, engine, after, cause)
         return
-    initialising = isinstance(phase, Starting | Waiting | Warming)
+    initialising = engine.warm_generation != engine.generation
     turn.record("stopping", engine, f"{spec.name} is stopping: {cause.message}", severity=Severity.NOTICE, reason=cause)
     kill_at = turn.now + spec.stop_timeout_s
     turn.enter(
@@ -65,7 +66,11 @@ def stop(turn: Turn, engine: Engine, after: After, cause: Reason, *, at_once: bo
 
 
 def drain(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
-    """Take a ready engine out of traffic until nothing is in flight."""
+    """Take a ready engine out of traffic until nothing is in flight; one that is draining to an end keeps its time."""
+    phase = engine.phase
+    if isinstance(phase, Draining) and phase.until is not None:
+        turn.put(replace(engine, phase=replace(phase, after=after, cause=cause)))
+        return
     hold = after is After.HOLD
     until = None if hold else turn.now + engine.spec.drain_timeout_s
     limit = "until told otherwise" if hold else f"up to {engine.spec.drain_timeout_s:g} s"
@@ -95,7 +100,20 @@ def kill(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
         "killing", engine, f"{engine.spec.name} is killed: {cause.message}", severity=Severity.WARNING, reason=cause
     )
     turn.do(Abandon(engine.spec.name, engine.generation))
-    _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=turn.now + UNKILLABLE_AFTER_S))
+    phase = Stopping(after, cause, kill_at=turn.now, give_up_at=turn.now + UNKILLABLE_AFTER_S)
+    if engine.launching is None:
+        _sweep(turn, engine, phase)
+    else:
+        turn.enter(engine, phase)
+
+
+def on_late_spawn(turn: Turn, engine: Engine, phase: Stopping) -> None:
+    """It was told to stop between the decision and the spawn: it is stopped now, or killed if that is due already."""
+    if turn.now >= phase.kill_at:
+        _sweep(turn, engine, replace(phase, exited=False, give_up_at=turn.now + UNKILLABLE_AFTER_S))
+    else:
+        turn.put(replace(engine, phase=replace(phase, repeat_at=turn.now + REPEAT_TERM_S)))
+        turn.do(Terminate(engine.spec.name, engine.generation))
 
 
 def _sweep(turn: Turn, engine: Engine, phase: Stopping) -> None:
@@ -113,17 +131,19 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
             engine = replace(engine, last_exit=_asked_exit(engine, seen, turn.now))
         turn.put(engine)
         if not phase.sweeping:
-            _sweep(turn, engine, replace(phase, exited=True))
+            give_up_at = min(phase.give_up_at, turn.now + UNKILLABLE_AFTER_S)
+            _sweep(turn, engine, replace(phase, exited=True, give_up_at=give_up_at))
         else:
             turn.put(replace(engine, phase=replace(phase, exited=True)))
         return
-    if isinstance(phase, Failed):
+    if isinstance(phase, Failed) and phase.kind is FailedKind.UNKILLABLE:
         turn.put(engine)
         turn.do(Sweep(name, engine.generation))
         return
     if not isinstance(phase, Starting | Warming | Ready | Draining):
         return
-    kind, advice = classify(seen.code, seen.signal, seen.tail, oom_killed=seen.oom_killed)
+    answered = not isinstance(phase, Starting) or engine.warm_generation == engine.generation
+    kind, advice = classify(seen.code, seen.signal, seen.tail, oom_killed=seen.oom_killed, answered=answered)
     cause = Reason("exited", f"{_how(seen)} ({kind.value}): {advice}")
     engine = replace(engine, last_exit=LastExit(kind, seen.code, seen.signal, turn.now, engine.generation, advice))
     turn.record(
@@ -162,6 +182,9 @@ def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
     """Either nothing is left, or something does not die."""
     phase = engine.phase
     if isinstance(phase, Failed) and phase.kind is FailedKind.UNKILLABLE and not seen.remaining:
+        if engine.removed:
+            _forget(turn, engine)
+            return
         text = "its processes are gone now; reset it to start it again"
         turn.put(replace(engine, process=None, phase=replace(phase, message=text)))
         turn.record("unkillable_gone", engine, f"{engine.spec.name}: {text}", severity=Severity.NOTICE)
@@ -183,8 +206,7 @@ def _conclude(turn: Turn, engine: Engine, phase: Stopping) -> None:
     """Nothing of the engine lives: go on with what was to follow."""
     name = engine.spec.name
     if engine.removed:
-        turn.record("removed", engine, f"{name} is gone: it is no longer configured", severity=Severity.NOTICE)
-        turn.forget(name)
+        _forget(turn, engine)
         return
     took_s = turn.now - engine.since
     if phase.after is After.STOP or turn.node.ending or not engine.wanted:
@@ -201,6 +223,12 @@ def _conclude(turn: Turn, engine: Engine, phase: Stopping) -> None:
         admission.admit(turn, replace(engine, failures=0))
     else:
         after_failure(turn, engine, phase.cause)
+
+
+def _forget(turn: Turn, engine: Engine) -> None:
+    name = engine.spec.name
+    turn.record("removed", engine, f"{name} is gone: it is no longer configured", severity=Severity.NOTICE)
+    turn.forget(name)
 
 
 def after_failure(turn: Turn, engine: Engine, cause: Reason) -> None:
@@ -284,7 +312,7 @@ def _stopping_clock(turn: Turn, engine: Engine, phase: Stopping) -> None:
             f"still there {UNKILLABLE_AFTER_S:g} s after SIGKILL; nothing is started in its place. "
             "Look at its state (ps -o pid,stat,wchan), mend the cause or reboot, then reset it"
         )
-        admission.fail(turn, engine, FailedKind.UNKILLABLE, text)
+        admission.fail(turn, engine, FailedKind.UNKILLABLE, text if engine.launching is None else LAUNCH_HANGS)
     elif phase.sweep_at is not None:
         if turn.now >= phase.sweep_at:
             _sweep(turn, engine, phase)

@@ -96,8 +96,7 @@ def _boot(turn: Turn, found: Iterable[Found]) -> None:
     for left in found:
         _take_over(turn, left)
     for engine in turn.engines():
-        current = turn.engine(engine.spec.name)
-        if current is engine and engine.wanted and isinstance(engine.phase, Stopped):
+        if engine.wanted and isinstance(engine.phase, Stopped):
             admission.admit(turn, engine)
 
 
@@ -161,8 +160,10 @@ def _on_engine(turn: Turn, seen: EngineObservation) -> None:
     engine = turn.engine(seen.engine)
     if engine is None:
         return
-    expected = engine.launching if isinstance(seen, Spawned | GateClosed | SpawnFailed) else engine.generation
-    if seen.generation != expected:
+    of_launch = isinstance(seen, Spawned | GateClosed | SpawnFailed)
+    expected = engine.launching if of_launch else engine.generation
+    # A launch is asked for when nothing of the last generation lives: what is heard of that one afterwards is old.
+    if seen.generation != expected or of_launch is (engine.launching is None):
         return
     HANDLERS[type(seen)](turn, engine, seen)
 
@@ -203,7 +204,7 @@ def _announce(turn: Turn) -> None:
     at = turn.node.announce_ready_at
     if at is None:
         return
-    settled = all(e.state in SETTLED for e in turn.engines() if e.spec.autostart)
+    settled = all(e.state in SETTLED for e in turn.engines() if e.spec.autostart and not e.removed)
     if settled or turn.now >= at:
         turn.node = replace(turn.node, announce_ready_at=None)
         turn.do(AnnounceReady())

@@ -30,7 +30,7 @@ from supervisord.core.turn import Turn
 def on_requested(turn: Turn, seen: Requested) -> None:
     """Answer one request; what it sets in motion goes on after the answer."""
     engine = turn.engine(seen.engine)
-    if engine is None or engine.removed:
+    if engine is None or (engine.removed and seen.op is not Op.RESET):
         known = ", ".join(e.spec.name for e in turn.engines() if not e.removed) or "none"
         _reply(
             turn, seen, Answer.UNKNOWN_ENGINE, f"cannot {seen.op.value} {seen.engine}: no such engine (known: {known})"
@@ -88,6 +88,10 @@ def _start(turn: Turn, engine: Engine, seen: Requested) -> None:
             _accept(turn, seen, f"{name} is being started")
         case Waiting():
             _accept(turn, seen, f"{name} is wanted already; it waits: {phase.reason.message}")
+        case Draining() if engine.running_plan_id != engine.plan_id:
+            cause = Reason("operator", f"start requested by {seen.actor}; its launch plan has changed")
+            ending.stop(turn, engine, After.START, cause, at_once=False)
+            _accept(turn, seen, f"{name} is restarted: its launch plan has changed")
         case Draining():
             turn.enter(engine, Ready())
             turn.record("ready", engine, f"{name} is ready: its drain was taken back", severity=Severity.NOTICE)
@@ -110,9 +114,7 @@ def _stop(turn: Turn, engine: Engine, seen: Requested) -> None:
         case Failed(kind=FailedKind.UNKILLABLE):
             _accept(turn, seen, f"{name} is not wanted any more, but its processes do not end: {phase.message}")
             return
-        case Draining(after=After.HOLD):
-            ending.stop(turn, engine, After.STOP, cause, at_once=seen.at_once)
-        case Draining():
+        case Draining(after=After.STOP):
             # Asked twice: the second time means now (A25).
             ending.stop(turn, engine, After.STOP, cause)
         case _ if engine.live:
@@ -183,14 +185,12 @@ def on_end_requested(turn: Turn, seen: EndRequested) -> None:
     turn.record("daemon_ending", None, f"ending ({seen.cause}){': at once' if again else ''}", severity=Severity.NOTICE)
     for engine in turn.engines():
         match engine.phase:
-            case Stopping(exited=False, sweeping=False) if again and engine.launching is None:
+            case Stopping(exited=False, sweeping=False) | Draining() if again:
                 ending.kill(turn, engine, After.STOP, cause)
-            case Draining() if again:
-                ending.stop(turn, engine, After.STOP, cause)
             case Stopping() | Draining(after=After.STOP) | Failed() | Stopped():
                 pass
             case _ if engine.live:
-                ending.stop(turn, engine, After.STOP, cause, at_once=again)
+                ending.stop(turn, engine, After.STOP, cause, at_once=False)
             case _:
                 turn.enter(engine, Stopped())
 
@@ -212,8 +212,10 @@ def on_reconfigured(turn: Turn, seen: Reconfigured) -> None:
             turn.put(fresh)
             if spec.autostart:
                 admission.admit(turn, fresh)
+        elif known.removed:
+            _bring_back(turn, replace(known, spec=spec, plan_id=seen.plan_ids[name], removed=False))
         else:
-            _change(turn, replace(known, spec=spec, plan_id=seen.plan_ids[name], removed=False), known, cause)
+            _change(turn, replace(known, spec=spec, plan_id=seen.plan_ids[name]), known, cause)
     if seen.request is not None:
         turn.do(Reply(seen.request, Answer.ACCEPTED, "the configuration is applied"))
 
@@ -221,17 +223,22 @@ def on_reconfigured(turn: Turn, seen: Reconfigured) -> None:
 def changes(node: Node, new: NodeSpec, plan_ids: Mapping[str, str]) -> dict[str, str]:
     """What a reload would do, engine by engine; engines that it leaves alone are not named."""
     told: dict[str, str] = {}
-    for name, engine in node.engines.items():
-        if name not in new.engines and not engine.removed:
+    known = {name: engine for name, engine in node.engines.items() if not engine.removed}
+    for name, engine in known.items():
+        if name not in new.engines:
             told[name] = "is no longer configured: it is stopped and forgotten"
-        elif name in new.engines and plan_ids[name] != engine.plan_id:
-            told[name] = "its launch plan changed: " + ("it is restarted" if engine.live else "used at the next start")
-        elif name in new.engines and new.engines[name] != engine.spec:
+        elif plan_ids[name] != engine.plan_id:
+            how = "it is restarted" if _runs(engine) else "used at the next start"
+            told[name] = f"its launch plan changed: {how}"
+        elif new.engines[name] != engine.spec:
             told[name] = "its settings changed: applied without a restart"
-    for name in new.engines:
-        if name not in node.engines:
-            told[name] = "is new"
+    told |= dict.fromkeys((name for name in new.engines if name not in known), "is new")
     return told
+
+
+def _runs(engine: Engine) -> bool:
+    """Whether a changed plan means a restart now: it runs or is being launched, and is not on its way out."""
+    return engine.live and isinstance(engine.phase, Starting | Warming | Ready | Waiting)
 
 
 def _remove(turn: Turn, engine: Engine, cause: Reason) -> None:
@@ -243,6 +250,14 @@ def _remove(turn: Turn, engine: Engine, cause: Reason) -> None:
         turn.forget(engine.spec.name)
 
 
+def _bring_back(turn: Turn, engine: Engine) -> None:
+    """Configured again while what ran before is still on its way out: it is started when that is gone."""
+    phase, wanted = engine.phase, engine.spec.autostart
+    if wanted and isinstance(phase, Draining | Stopping):
+        engine = replace(engine, phase=replace(phase, after=After.START))
+    turn.put(replace(engine, wanted=wanted))
+
+
 def _change(turn: Turn, engine: Engine, old: Engine, cause: Reason) -> None:
     changed = engine.plan_id != old.plan_id
     engine = turn.put(engine)
@@ -251,7 +266,9 @@ def _change(turn: Turn, engine: Engine, old: Engine, cause: Reason) -> None:
             engine = turn.put(replace(engine, failures=0, restart_times=()))
             if engine.wanted:
                 admission.admit(turn, engine)
-        case Starting() | Warming() | Ready() if changed:
+            else:
+                turn.enter(engine, Stopped())
+        case _ if changed and _runs(engine):
             ending.stop(turn, engine, After.START, cause, at_once=False)
         case _:
             pass

@@ -17,7 +17,6 @@ from supervisord.core.messages import (
     Spawned,
     SpawnFailed,
     Sweep,
-    Terminate,
     WarmedUp,
     WarmUp,
     WarmupNoted,
@@ -55,9 +54,7 @@ def on_spawned(turn: Turn, engine: Engine, seen: Spawned) -> None:
     )
     phase = engine.phase
     if isinstance(phase, Stopping):
-        # It was told to stop between the decision and the spawn.
-        turn.put(replace(engine, phase=replace(phase, repeat_at=turn.now + ending.REPEAT_TERM_S)))
-        turn.do(Terminate(engine.spec.name, engine.generation))
+        ending.on_late_spawn(turn, engine, phase)
     elif isinstance(phase, Starting | Waiting):
         turn.enter(engine, Starting(progress_at=turn.now, give_up_at=admission.give_up_at(turn, engine)))
         turn.record(
@@ -189,7 +186,6 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
 def _fail_start(turn: Turn, engine: Engine, reason: Reason) -> None:
     """A start that went wrong while its process still runs."""
     exit_ = LastExit(ExitClass.CRASH, None, None, turn.now, engine.generation, reason.message)
-    turn.do(Abandon(engine.spec.name, engine.generation))
     ending.stop(turn, turn.put(replace(engine, last_exit=exit_)), After.CRASH, reason)
 
 
@@ -201,10 +197,7 @@ def on_clock(turn: Turn, engine: Engine) -> None:
             if engine.launching is None:
                 admission.admit(turn, engine)
             else:
-                text = (
-                    "a launch has not answered for hours: the disk or the process table hangs; mend that, then reset it"
-                )
-                admission.fail(turn, engine, FailedKind.UNKILLABLE, text)
+                admission.fail(turn, engine, FailedKind.UNKILLABLE, ending.LAUNCH_HANGS)
         case Starting() if turn.now >= phase.give_up_at:
             text = f"not answering after {spec.start_timeout_max_s:g} s in all (start_timeout_max_s)"
             _fail_start(turn, engine, Reason("start_timeout", text))

@@ -276,25 +276,27 @@ class Client:
         connection = self._connection
         connection.adopt(bounds)
         bounds.budget_bytes = HEADERS_BYTES + io.DEFAULT_BUFFER_SIZE  # reading headers takes a buffer of the body along
+        sent = False
         try:
             connection.request(method, path, payload, headers, preload_content=False, decode_content=False)
+            sent = True
             response = connection.getresponse()
             bounds.budget_bytes = limit_bytes + HEADERS_BYTES
             body = bytearray()
-            while chunk := response.read(_CHUNK_BYTES):
+            while chunk := response.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(body))):
                 body += chunk
                 if len(body) > limit_bytes:
                     raise bounds.over("malformed", f"the answer is larger than {limit_bytes} bytes")
         except (OSError, HTTPError, http.client.HTTPException, ValueError) as error:
             self.close()
-            return bounds.failure or _failure(error)
+            return bounds.failure or _failure(error, sent=sent)
         return Answer(response.status, bytes(body))
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception, *, sent: bool) -> Failure:
     """An exchange broke off for a reason that the bounds do not know."""
     if isinstance(error, ConnectionError | ProtocolError):
         return Failure("malformed", "the connection was closed before the answer was whole")
-    if isinstance(error, ValueError) and not isinstance(error, HTTPError):
-        return Failure("malformed", "cannot send the request (is there a line break in the API key?)")
+    if not sent:
+        return Failure("malformed", "cannot send the request: the API key holds a line break")
     return Failure("malformed", "the answer is not HTTP")

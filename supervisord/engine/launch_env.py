@@ -37,7 +37,7 @@ _NEVER: Final = frozenset(
         "_",
     }
 )
-_NEVER_PREFIXES: Final = ("WATCHDOG_", "LISTEN_", "VLLM_SUPERVISOR_")
+_NEVER_PREFIXES: Final = ("WATCHDOG_", "LISTEN_", "VLLM_SUPERVISOR_", "SUPERVISED_")
 _PERSONAL: Final = frozenset({"HOME", "USER", "LOGNAME", "SHELL", "MAIL", "DBUS_SESSION_BUS_ADDRESS"})
 _PERSONAL_PREFIXES: Final = ("XDG_", "SUDO_", "SSH_")
 _VLLM_SECRETS: Final = ("HF_", "HUGGING_FACE_", "VLLM_")

@@ -8,9 +8,9 @@ from typing import Final, Protocol
 
 from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
 
-MARK_ENGINE: Final = "VLLM_SUPERVISOR_ENGINE"
-MARK_GENERATION: Final = "VLLM_SUPERVISOR_GENERATION"
-MARK_STATE: Final = "VLLM_SUPERVISOR_STATE"
+MARK_ENGINE: Final = "SUPERVISED_ENGINE"
+MARK_GENERATION: Final = "SUPERVISED_GENERATION"
+MARK_STATE: Final = "SUPERVISED_STATE"
 """Environment of every process of an engine: whose it is, also when its parents are gone and its session is its own."""
 
 

@@ -18,7 +18,7 @@ from supervisord.core.model import Process
 from supervisord.core.spec import ENGINE_NAME_PATTERN
 from supervisord.launcher import procfs
 from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE
-from supervisord.launcher.procfs import Stat
+from supervisord.launcher.procfs import Census, Stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,18 @@ def _is_marked(stat: Stat, clues: Clues) -> bool:
     """A copy of the marks in the environment of another user's process proves nothing."""
     wanted = {os.fsencode(f"{MARK_ENGINE}={clues.engine}"), os.fsencode(f"{MARK_STATE}={clues.state_dir}")}
     return wanted <= procfs.environment(stat.pid) and procfs.uid_of(stat.pid) == clues.uid
+
+
+def is_certain(census: Census, *, everywhere: bool) -> bool:
+    """Whether nobody can have forked and ended between being listed and being looked at.
+
+    Then every process that lives was seen, or descends from one that was seen alive: no members means none at all.
+    Somebody who did that was gone when we looked, or dead and still our child (`everywhere`: anybody's).
+    """
+    ours = os.getpid()
+    return census.whole and all(
+        stat.alive or not (everywhere or stat.ppid == ours) for stat in census.processes.values()
+    )
 
 
 def _is_proven(stat: Stat, processes: Mapping[int, Stat], clues: Clues) -> bool:

@@ -53,7 +53,7 @@ class PlainLauncher:
         self._on_exit = on_exit
         self._on_trouble = on_trouble
         self._entries: dict[str, Entry] = {}
-        self._census = Census(-_CENSUS_S, {}, settled=False)
+        self._census = Census(-_CENSUS_S, {}, whole=False)
         identities, log_dir = state_dir / "identity", state_dir / "logs"
         try:
             make_directory(identities, 0o700)
@@ -159,10 +159,10 @@ class PlainLauncher:
         return tuple(procfs.describe(stat) for stat in remaining)
 
     def _doomed(self, entry: Entry) -> tuple[list[Stat], bool]:
-        census = procfs.census()
-        found = self._members(entry, census, everywhere=not entry.child)
+        census, everywhere = procfs.census(), not entry.child
+        found = self._members(entry, census, everywhere=everywhere)
         self._note_shared_memory(entry, found)
-        return found, census.settled
+        return found, family.is_certain(census, everywhere=everywhere)
 
     def _finish(self, entry: Entry) -> None:
         """Nothing lives: remove its files, and say in the record that this was done."""

@@ -43,13 +43,12 @@ class Stat(NamedTuple):
 class Census:
     """All processes of the machine. `at`: monotonic seconds when counting began.
 
-    `settled`: nobody ended meanwhile, and nobody dead was met. So nobody can have forked and ended between being listed
-    and being looked at: every process that lives now was counted, or descends from one that was and lives.
+    `whole`: nobody was gone between being listed and being looked at.
     """
 
     at: float
     processes: dict[int, Stat]
-    settled: bool
+    whole: bool
 
 
 class Listener(NamedTuple):
@@ -76,8 +75,7 @@ def census() -> Census:
     at = time.monotonic()
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     processes = {pid: stat for pid in pids if (stat := read_stat(pid)) is not None}
-    settled = len(processes) == len(pids) and all(stat.alive for stat in processes.values())
-    return Census(at, processes, settled)
+    return Census(at, processes, whole=len(processes) == len(pids))
 
 
 def _parse_stat(pid: int, data: bytes) -> Stat:

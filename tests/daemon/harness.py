@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from supervisord.control import client
+from tests.daemon.outside import engine_processes, processes_using
+from tests.daemon.sims import table
 from tests.sim.engine import alive, processes_with_marker, wait_until
 
 MARKER = "VLLM_SUPERVISOR_TEST"
@@ -28,22 +31,25 @@ class Daemon:
     """One state directory and configuration; the daemon over it can be started, killed and started again.
 
     Everything that it ever starts carries a marker in its environment, so that `leftovers` sees what it lost.
+    `supervisor` holds keys of `[supervisor]` that differ from those of every test.
     """
 
-    def __init__(self, toml: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, toml: str, env: Mapping[str, str] | None = None, **supervisor: Any) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="vs.", dir="/tmp"))
         self.marker = uuid.uuid4().hex
         self.socket = self.home / "s"
         self.config = self.home / "config.toml"
+        self.state_dir = self.home / "state"
         self.log = self.home / "daemon.log"
         self.process: subprocess.Popen[bytes] | None = None
         self._env = dict(os.environ) | dict(env or {}) | {MARKER: self.marker}
+        self._supervisor = supervisor
         self.configure(toml)
 
     def configure(self, toml: str) -> None:
         """Write the configuration; `toml` holds the engines and what differs from the defaults here."""
-        head = f'[supervisor]\nstate_dir = "{self.home}/state"\nsocket = "{self.socket}"\nlisten = ""\n'
-        head += 'launcher = "plain"\n'
+        settings = {"state_dir": str(self.state_dir), "socket": str(self.socket), "listen": "", "launcher": "plain"}
+        head = table("supervisor", {**settings, "poll_interval_s": 0.5, **self._supervisor})
         self.config.write_text(f"{head}{toml}", encoding="utf-8")
         self.config.chmod(0o600)
 
@@ -56,6 +62,7 @@ class Daemon:
             left = self.leftovers()
             if error is None:
                 assert not left, f"left behind: {_describe(left)}"
+                self.assert_no_bug()
         finally:
             self._kill_all()
             if error is not None:
@@ -85,6 +92,12 @@ class Daemon:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
+    @property
+    def pid(self) -> int:
+        """Of the daemon."""
+        assert self.process is not None
+        return self.process.pid
+
     def kill(self) -> None:
         """SIGKILL to the daemon alone."""
         assert self.process is not None
@@ -102,11 +115,38 @@ class Daemon:
             env={k: v for k, v in self._env.items() if k != MARKER},
         )
 
+    def request(self, *args: str) -> str:
+        """Run a command that has to succeed; what it printed."""
+        done = self.cli(*args)
+        assert done.returncode == 0, f"{args}: {done.returncode} {done.stdout} {done.stderr}"
+        return done.stdout
+
     def status(self) -> Document:
-        """The status document."""
-        done = self.cli("status", "--json")
-        document: Document = json.loads(done.stdout)
-        return document
+        """The status document, as `status --json` prints it (which would cost a process each time)."""
+        return client.get(str(self.socket), "/v1/status").document()
+
+    def events(self, kind: str | None = None, engine: str | None = None) -> list[Document]:
+        """What the daemons of this home have told so far, one document each."""
+        found = []
+        for line in self.log.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if kind in {None, event["kind"]} and engine in {None, event.get("engine")}:
+                    found.append(event)
+        return found
+
+    def wait_event(self, kind: str, engine: str | None = None, count: int = 1, timeout_s: float = 30) -> Document:
+        """Wait until something was told for the `count`-th time."""
+        wait_until(lambda: len(self.events(kind, engine)) >= count, timeout_s, f"event {kind} of {engine}")
+        return self.events(kind, engine)[count - 1]
+
+    def assert_no_bug(self) -> None:
+        """No daemon of this home has met what it does not know."""
+        bugs = [path.read_text(encoding="utf-8") for path in self.state_dir.glob("bug-*.txt")]
+        assert not bugs, bugs[0]
+        text = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        assert "Traceback" not in text, text
+        assert "internal error" not in text, text
 
     def engine(self, name: str) -> Document:
         """One engine of the status document."""
@@ -121,7 +161,7 @@ class Daemon:
             return engine if test(engine) else {}
 
         try:
-            return wait_until(look, timeout_s, f"{name}: {what}", every_s=0.1)
+            return wait_until(look, timeout_s, f"{name}: {what}", every_s=0.02)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.engine(name)}") from None
 
@@ -144,20 +184,25 @@ class Daemon:
         return left
 
     def engine_processes(self, name: str) -> list[int]:
-        """Living processes of one engine: those that write its log."""
-        return sorted(processes_using(str(self.home / "state" / "logs" / f"{name}.log")))
+        """Living processes of one engine: those that write its log or bear its marks."""
+        marked = {seen.pid for seen in engine_processes(self.state_dir) if seen.engine == name}
+        return sorted({*processes_using(str(self.state_dir / "logs" / f"{name}.log")), *marked})
 
     def _processes(self) -> list[int]:
-        return sorted({*processes_with_marker(MARKER, self.marker), *processes_using(f"{self.home}/")})
+        marked = [seen.pid for seen in engine_processes(self.state_dir)]
+        mine = processes_with_marker(MARKER, self.marker)
+        return sorted({*mine, *marked, *processes_using(f"{self.home}/")})
 
     def story(self) -> str:
         """What the daemon and its engines wrote, for a failing test."""
-        logs = [self.log, *sorted((self.home / "state" / "logs").glob("*.log"))]
+        logs = [self.log, *sorted((self.state_dir / "logs").glob("*.log"))]
         parts = [f"--- {log.name}\n{_tail(log)}" for log in logs if log.exists()]
         return "\n".join(parts)
 
     def _answers(self) -> bool:
-        return self.socket.exists() and self.cli("status").returncode in {0, 1}
+        with contextlib.suppress(client.ControlError):
+            return bool(self.status())
+        return False
 
     def _ended(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -177,19 +222,6 @@ def engine_toml(name: str, command: list[str], port: int, model: str, extra: str
         f"[engine.{name}]\ncommand = {json.dumps(command)}\nmodel = {json.dumps(model)}\nport = {port}\n"
         f"user = {json.dumps(getpass.getuser())}\n{extra}\n"
     )
-
-
-def processes_using(prefix: str) -> list[int]:
-    """Living processes with an open file whose path begins with `prefix`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            links = [str(link.readlink()) for link in (entry / "fd").iterdir()]
-            if any(link.startswith(prefix) for link in links) and alive(int(entry.name)):
-                found.append(int(entry.name))
-    return found
 
 
 def _tail(path: Path, characters: int = 6000) -> str:
