@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from supervisord.core.samples import RankMetrics
 from supervisord.core.spec import EngineSpec, NodeSpec
 
 
@@ -158,6 +159,13 @@ class Sample:
     """Anonymous memory of all its processes; looked at less often than the rest, see `host_at`."""
     host_at: float | None = None
     version: str | None = None
+    metrics_ok: bool = False
+    """Whether `/metrics` gave a page; what it says may still be unknown."""
+    ranks: tuple[RankMetrics, ...] = ()
+    pool_blocks: int | None = None
+    """KV blocks of all ranks together."""
+    free_stated: bool = False
+    """`free_blocks` was stated by `/health` itself (patched builds, proxies)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,9 +156,9 @@ class _Socket(socket.socket):
         as the source, and is connected to itself (seen after 9,700 tries); such a socket would also keep the engine
         from binding its port. So it is dropped without a TIME_WAIT and counts as refused.
         """
-        self.setblocking(False)
+        self.settimeout(self.bounds.wait_s())
         code = self.connect_ex(address)
-        if code == errno.EINPROGRESS:
+        if code == errno.EWOULDBLOCK:  # not done within that time: wait on
             poller = select.poll()
             poller.register(self, select.POLLOUT)
             while not poller.poll(self.bounds.wait_s() * 1000):
@@ -191,7 +191,10 @@ class _Connection(HTTPConnection):
     def dial(self) -> socket.socket:
         """A connected socket. Raises OSError. A name is looked up once: a starting engine is called often."""
         if self._addresses is None:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            try:
+                found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            except UnicodeError:
+                raise OSError(errno.EINVAL, "that is no host name") from None
             self._addresses = [(family, address) for family, _, _, _, address in found]
         problem = OSError("no address")
         for family, address in self._addresses:
@@ -251,11 +254,12 @@ class Client:
     def post(
         self, path: str, payload: Mapping[str, Any], *, timeout_s: float, limit_bytes: int = ANSWER_BYTES
     ) -> Answer | Failure:
-        """POST JSON, once, over a fresh connection: a second try could run the work twice."""
+        """POST JSON, once, over a connection of its own: trying again could run the work twice."""
         self.close()
-        return self._exchange(
-            _Bounds(timeout_s, self._cancelled), "POST", path, json.dumps(payload).encode(), limit_bytes
-        )
+        body = json.dumps(payload).encode()
+        result = self._exchange(_Bounds(timeout_s, self._cancelled), "POST", path, body, limit_bytes)
+        self.close()
+        return result
 
     def close(self) -> None:
         """Give the connection back; the next exchange opens one."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from supervisord.core.samples import Histogram, RankMetrics
+
 _SERIES: Final[Mapping[bytes, bytes | None]] = {
     b"num_requests_running": None,
     b"num_requests_waiting": None,
@@ -47,44 +49,6 @@ _WORD: Final = re.compile(rb"[a-z_]{1,32}")
 _COUNT: Final = re.compile(rb"[0-9]{1,15}")
 _EXACT_MAX: Final = 2.0**53
 """Counters beyond this are no longer whole numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Cumulative counts by upper bound in seconds, ascending; the last bound is infinity."""
-
-    bounds_s: tuple[float, ...]
-    counts: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankMetrics:
-    """One data-parallel rank (label `engine`). Counters are totals since the engine started; None is unknown.
-
-    `total_blocks` includes the null block that vLLM keeps, so an idle rank has `total_blocks - 1` free. Blocks that
-    only hold cached prefixes are free.
-    """
-
-    rank: int
-    running: int | None = None
-    waiting: int | None = None
-    waiting_by_reason: Mapping[str, int] | None = None
-    awake: bool | None = None
-    kv_usage: float | None = None
-    total_blocks: int | None = None
-    free_blocks: int | None = None
-    preemptions: float | None = None
-    iterations: float | None = None
-    prompt_tokens: float | None = None
-    generation_tokens: float | None = None
-    prefix_queries: float | None = None
-    prefix_hits: float | None = None
-    draft_tokens: float | None = None
-    accepted_tokens: float | None = None
-    finished: Mapping[str, float] | None = None
-    """Requests by finished_reason: stop, length, abort, error, ..."""
-    ttft: Histogram | None = None
-    inter_token: Histogram | None = None
 
 
 @dataclass(frozen=True, slots=True)

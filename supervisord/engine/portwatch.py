@@ -1,4 +1,4 @@
-"""Waiting for a starting engine to answer: noticed within 100 ms, at 0.1 % of a core while nobody listens."""
+"""Waiting for a starting engine to answer: noticed within 100 ms, at 0.5 % of a core while nobody listens."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def watch(
 ) -> None:
     """Until /health is 200, then ask whose answer that was and report it once.
 
-    Reports nothing when cancelled or after `deadline_s` seconds. While the owner cannot be found, it goes on. A bare
-    connect comes first, because a refused one costs a tenth of an HTTP client's try.
+    Reports nothing when cancelled or after `deadline_s` seconds (and the one request that is then under way). While the
+    owner cannot be found, it goes on. A bare connect comes first: refused, it costs a tenth of an HTTP client's try.
     """
     client = Client(Target(host, port), cancelled)
     give_up_at = time.monotonic() + deadline_s

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from supervisord.core.model import Sample
+from supervisord.core.samples import RankMetrics
 from supervisord.engine import metrics
 from supervisord.engine.http import Answer, Client, Failure, Target
-from supervisord.engine.metrics import PageMetrics, RankMetrics
+from supervisord.engine.metrics import PageMetrics
 
 _SMALL_BYTES: Final = 64 << 10
 _OK: Final = 200
@@ -59,6 +60,10 @@ class EngineProbe:
             iterations=_sum(ranks, lambda rank: rank.iterations),
             host_bytes=host_bytes,
             version=self._version,
+            metrics_ok=self.last_page is not None,
+            ranks=ranks,
+            pool_blocks=None if self.last_page is None else self.last_page.num_gpu_blocks,
+            free_stated="free_blocks" in stated,
         )
 
     def close(self) -> None:

@@ -379,4 +379,4 @@ class _Work:
 
 
 def _close(one_ms: float, other_ms: float) -> bool:
-    return abs(one_ms - other_ms) < _SETTLED * max(one_ms, other_ms)
+    return abs(one_ms - other_ms) <= _SETTLED * max(one_ms, other_ms)

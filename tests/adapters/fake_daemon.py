@@ -1,0 +1,128 @@
+"""A daemon for tests of the control API: real server, real status documents, scripted decisions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, final
+
+from supervisord.control.routes import InJournal, LogChunk, Reloaded
+from supervisord.control.server import ControlServer
+from supervisord.core import status
+from supervisord.core.messages import Answer, Op
+from supervisord.core.model import Engine, Gpu, Node, Phase, Process, Ready, Stopped
+from supervisord.core.spec import EngineSpec, NodeSpec
+
+Script = Callable[["FakeDaemon"], None]
+
+
+def stamp(at: float) -> str:
+    """RFC 3339, as the daemon writes it."""
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def engine(name: str, phase: Phase | None = None, **fields: Any) -> Engine:
+    """An engine in some phase; one that has a process when it is ready."""
+    phase = phase if phase is not None else Ready()
+    spec = EngineSpec(name=name, model=fields.pop("model", "Qwen/Qwen3.5-9B"), port=8001, gpus=fields.pop("gpus", ()))
+    known: dict[str, Any] = {"wanted": not isinstance(phase, Stopped), "since": time.monotonic() - 75, "generation": 1}
+    if isinstance(phase, Ready):
+        known["process"] = Process(4711, 1, "boot")
+    return Engine(spec=spec, plan_id="p", phase=phase, **{**known, **fields})
+
+
+@final
+class FakeDaemon:
+    """Use as a context manager. Attributes may be changed while it runs; `put` publishes."""
+
+    def __init__(self, folder: Path, *engines: Engine, gpus: tuple[Gpu, ...] = (), deadline_s: float = 10.0) -> None:
+        self.socket = str(folder / "c.sock")
+        self.answer: tuple[Answer, str] | Exception = (Answer.ACCEPTED, "accepted")
+        self.outcome: Reloaded | Exception = Reloaded(accepted=True)
+        self.logs: dict[str, bytes | InJournal] = {}
+        self.requests: list[tuple[Op, str, bool, str]] = []
+        self.reloads: list[str] = []
+        self.errors: list[tuple[str, Exception]] = []
+        self.waits = 0
+        self.script: list[Script] = []
+        """What happens after a request was accepted, one step each time that somebody looks again."""
+        self.node = Node(
+            spec=NodeSpec(),
+            version="0.1.0",
+            pid=99,
+            since=time.monotonic() - 3700,
+            engines={e.spec.name: e for e in engines},
+            gpus={gpu.uuid: gpu for gpu in gpus},
+        )
+        self._changed = threading.Condition()
+        self._serial = 1
+        self.server = ControlServer(
+            self.socket, self, lambda what, error: self.errors.append((what, error)), client_deadline_s=deadline_s
+        )
+
+    def __enter__(self) -> FakeDaemon:
+        self.server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+    def put(self, *engines: Engine) -> None:
+        """Publish changed engines."""
+        with self._changed:
+            self.node = replace(self.node, engines={**self.node.engines, **{e.spec.name: e for e in engines}})
+            self._serial += 1
+            self._changed.notify_all()
+
+    def enter(self, name: str, phase: Phase, **fields: Any) -> None:
+        """Publish one engine in another phase."""
+        self.put(replace(self.node.engines[name], phase=phase, since=time.monotonic(), **fields))
+
+    def forget(self, name: str) -> None:
+        """Publish a node without this engine."""
+        self.node = replace(self.node, engines={k: v for k, v in self.node.engines.items() if k != name})
+        self.put()
+
+    # --- routes.Handlers ----------------------------------------------------------------------------------------
+
+    def status(self) -> tuple[int, dict[str, Any]]:
+        with self._changed:
+            return self._serial, status.of(self.node, time.monotonic(), time.time(), stamp)
+
+    def wait(self, after: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        self.waits += 1
+        if self.script:
+            self.script.pop(0)(self)
+        with self._changed:
+            self._changed.wait_for(lambda: self._serial > after, timeout_s)
+        return self.status()
+
+    def request(self, op: Op, engine: str, at_once: bool, actor: str) -> tuple[Answer, str]:
+        self.requests.append((op, engine, at_once, actor))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.script:
+            self.script.pop(0)(self)
+        return self.answer
+
+    def reload(self, actor: str) -> Reloaded:
+        self.reloads.append(actor)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        if self.script:
+            self.script.pop(0)(self)
+        return self.outcome
+
+    def log(self, engine: str, offset: int | None, limit: int) -> LogChunk | InJournal | None:
+        if engine not in self.node.engines:
+            return None
+        log = self.logs.get(engine, b"")
+        if isinstance(log, InJournal):
+            return log
+        start = max(0, len(log) - limit) if offset is None else (offset if offset <= len(log) else 0)
+        data = log[start : start + limit]
+        return LogChunk(data, start, start + len(data), self.node.engines[engine].generation)
