@@ -139,6 +139,11 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.CONFIG,
+        r"failed to import from vllm\.\w+: importerror\('(lib[\w.+-]{1,60})",
+        "the vLLM environment needs {0}, which this machine lacks: install the system package that has it",
+    ),
+    _sig(
+        ExitClass.CONFIG,
         r"validation errors? for (\w{1,60})(?:[^\x00]{0,400}?value error, ([^\n\[]{1,300}))?",
         "vLLM refuses the combination of settings ({0}): {1}",
     ),

@@ -1,0 +1,80 @@
+"""The canary: one tiny completion, end to end, read to its end and never cut off by us.
+
+An abort in mid-decode has wedged engines (A05), so there is no timeout worth the name here: the core counts the
+deadlines that a canary outlives. It ends early only when the engine itself goes (`cancelled`).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+from supervisord.engine.http import Answer, Client, Failure, Target
+from supervisord.engine.prompts import generated, is_sane
+
+_TOKENS: Final = 8
+"""Few, and enough to tell text from one repeated character."""
+
+_LONGEST_S: Final = 86400.0
+_OK: Final = 200
+_NOT_THERE: Final = frozenset({401, 403, 404, 405, 501})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a canary ended. `ok`: a whole answer of a working engine; `sane`: with text that is some.
+
+    `possible` is False when this engine cannot be asked at all (no completions, another key): that is no evidence.
+    """
+
+    ok: bool
+    sane: bool
+    possible: bool
+    detail: str
+
+
+def send(target: Target, cancelled: threading.Event, *, chat: bool = False) -> Outcome | None:
+    """Send one and wait for its end. None when it was cancelled. Never raises."""
+    client = Client(target, cancelled)
+    try:
+        model = _model(client)
+        if isinstance(model, Outcome):
+            return model
+        result = _complete(client, model, chat=chat)
+        if isinstance(result, Answer) and result.status in _NOT_THERE and not chat:
+            result = _complete(client, model, chat=True)
+        return _judged(result)
+    finally:
+        client.close()
+
+
+def _model(client: Client) -> str | Outcome | None:
+    """Name of the served model; an outcome when asking for it failed."""
+    answer = client.get("/v1/models", timeout_s=_LONGEST_S)
+    if isinstance(answer, Failure) or answer.status != _OK:
+        return _judged(answer)
+    data = answer.json_object().get("data")
+    first = data[0] if isinstance(data, list) and data else None
+    name = first.get("id") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else Outcome(ok=False, sane=False, possible=False, detail="no model is served")
+
+
+def _complete(client: Client, model: str | None, *, chat: bool) -> Answer | Failure:
+    common = {"model": model, "max_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
+    if chat:
+        message = {"role": "user", "content": "Hello"}
+        return client.post("/v1/chat/completions", {**common, "messages": [message]}, timeout_s=_LONGEST_S)
+    return client.post("/v1/completions", {**common, "prompt": "Hello"}, timeout_s=_LONGEST_S)
+
+
+def _judged(result: Answer | Failure) -> Outcome | None:
+    if isinstance(result, Failure):
+        if result.kind == "cancelled":
+            return None
+        return Outcome(ok=False, sane=False, possible=True, detail=result.detail)
+    if result.status in _NOT_THERE:
+        return Outcome(ok=False, sane=False, possible=False, detail=f"HTTP {result.status}")
+    if result.status != _OK:
+        return Outcome(ok=False, sane=False, possible=True, detail=f"HTTP {result.status}")
+    return Outcome(ok=True, sane=is_sane(generated(result)), possible=True, detail="answered")
