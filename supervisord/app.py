@@ -8,24 +8,29 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Event
+from threading import Event, Lock, Thread
 from typing import Any, Final
 
 from supervisord import __version__
 from supervisord.config import ConfigError, load
+from supervisord.config_problems import HIDDEN, looks_secret
 from supervisord.control.listen import ListenError
-from supervisord.control.routes import InJournal, LogChunk, Reloaded
+from supervisord.control.routes import EventPage, InJournal, LogChunk, NoHistoryError, Reloaded
 from supervisord.control.server import ControlServer
-from supervisord.core import durable, requests, status
+from supervisord.core import durable, requests, status, story
 from supervisord.core.messages import Answer, Booted, EndRequested, Op, Reconfigured, Reply, Requested, Severity
 from supervisord.core.model import LaunchPlan, Node
 from supervisord.core.spec import EngineSpec, NodeSpec, SupervisorSpec
 from supervisord.effects import NodeEffects, Parts
 from supervisord.engine.launch import build_plan
+from supervisord.history import History
+from supervisord.history_read import UnreadableError
+from supervisord.history_read import document as event_document
 from supervisord.lanes import Lanes
 from supervisord.launcher.base import StateDirBusy, StateDirError
 from supervisord.launcher.plain import PlainLauncher
@@ -33,8 +38,9 @@ from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
 from supervisord.loop import Board, Inbox, Loop
 from supervisord.schedule import Schedule
-from supervisord.state import StateFile
+from supervisord.state import StateFile, write_atomically
 from supervisord.systemd.notify import Notifier
+from supervisord.voice import Voice
 
 EXIT_OK: Final = 0
 EXIT_CANNOT: Final = 1
@@ -71,15 +77,20 @@ def run(config_path: Path) -> int:
         return EXIT_CANNOT
     with lock:
         journal = Journal()
+        history = History(state_dir, lambda text: journal.tell("history", text, Severity.WARNING))
+        voice = Voice(journal, history)
         for warning in loaded.warnings:
-            journal.tell("config_warning", warning, Severity.WARNING)
+            voice.tell("config_warning", warning, Severity.WARNING)
         try:
-            return Daemon(config_path, loaded.spec, journal).run()
+            return Daemon(config_path, loaded.spec, voice, history).run()
         except ListenError as error:
-            journal.tell("cannot_listen", str(error), Severity.ERROR)
+            voice.tell("cannot_listen", str(error), Severity.ERROR)
             return EXIT_BUSY if error.busy else EXIT_CANNOT
+        except StateDirError as error:
+            voice.tell("cannot_use_state_dir", str(error), Severity.ERROR)
+            return EXIT_CANNOT
         finally:
-            journal.close()
+            voice.close()
 
 
 class Replies:
@@ -111,19 +122,25 @@ class Replies:
 class Daemon:
     """One running node: its parts, and what the control API asks of them."""
 
-    def __init__(self, config_path: Path, spec: NodeSpec, journal: Journal) -> None:
+    def __init__(self, config_path: Path, spec: NodeSpec, voice: Voice, history: History) -> None:
         self._config_path = config_path
         self._as_root = os.geteuid() == 0
-        self._journal = journal
+        self._voice = voice
+        self._history = history
         self._notifier = Notifier()
         self._base_env: Mapping[str, str] = dict(os.environ)
         self._replies = Replies()
         self._inbox: Inbox = SimpleQueue()
+        self._hangups: SimpleQueue[None] = SimpleQueue()
+        self._reloading = Lock()
         self._lanes = Lanes(self._on_bug)
         state_dir = Path(spec.supervisor.state_dir)
         self._state = StateFile(state_dir, self._on_trouble)
         self._launcher = PlainLauncher(state_dir, self._on_exit, self._on_trouble)
-        self._found = self._launcher.recover()
+        try:
+            self._found = self._launcher.recover()
+        except OSError as error:
+            raise StateDirError(f"cannot read {error.filename or state_dir}: {error.strerror}; mend that") from None
         node = self._first_node(spec)
         self._board = Board(node)
         self._effects = NodeEffects(
@@ -132,14 +149,14 @@ class Daemon:
                 lanes=self._lanes,
                 launcher=self._launcher,
                 plan=self._plan,
-                journal=journal,
+                voice=voice,
                 notifier=self._notifier,
                 board=self._board,
                 state=self._state,
                 answer=self._replies.answer,
             )
         )
-        self._loop = Loop(node, self._inbox, self._effects)
+        self._loop = Loop(node, self._inbox, self._effects, observe=history.observe)
         self._schedule = Schedule(self._inbox, spec.supervisor.poll_interval_s)
         self._control = ControlServer(spec.supervisor.socket, self, self._on_control_error)
 
@@ -149,9 +166,11 @@ class Daemon:
         self._control.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGHUP, lambda *_: self._lanes.submit("reload", self._reload_by_signal))
+        # A handler interrupts the loop at any point, also where it holds a lock: it may only put into a queue.
+        signal.signal(signal.SIGHUP, lambda *_: self._hangups.put(None))
+        Thread(target=self._reload_on_hangup, name="hangup", daemon=True).start()
         text = f"vllm-supervisor {__version__} runs, pid {os.getpid()}; socket {spec.socket}, state in {spec.state_dir}"
-        self._journal.tell("daemon_started", text, Severity.NOTICE)
+        self._voice.tell("daemon_started", text, Severity.NOTICE)
         self._inbox.put(Booted(self._found))
         self._schedule.start()
         try:
@@ -161,7 +180,7 @@ class Daemon:
             return EXIT_INTERNAL
         finally:
             self._close()
-        self._journal.tell("daemon_ended", "ended: nothing of any engine is left", Severity.NOTICE)
+        self._voice.tell("daemon_ended", "ended: nothing of any engine is left", Severity.NOTICE)
         return EXIT_OK
 
     def _close(self) -> None:
@@ -203,7 +222,7 @@ class Daemon:
         self._effects.on_exit(engine, generation, code, number)
 
     def _on_trouble(self, message: str) -> None:
-        self._journal.tell("trouble", message, Severity.WARNING)
+        self._voice.tell("trouble", message, Severity.WARNING)
 
     def _on_control_error(self, where: str, error: Exception) -> None:
         self._on_bug(where, error)
@@ -213,12 +232,14 @@ class Daemon:
         state_dir = Path(self._loop.node.spec.supervisor.state_dir)
         path = state_dir / f"bug-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%f}.txt"
         details = "".join(traceback.format_exception(error))
+        node = self._loop.node
+        text = without_secrets(f"{where}\n\n{details}\n{node!r}\n", node.spec)
         try:
-            path.write_text(f"{where}\n\n{details}\n{self._loop.node!r}\n", encoding="utf-8")
+            write_atomically(path, text.encode("utf-8", "replace"))
         except OSError:
-            self._journal.tell("bug", details, Severity.CRITICAL)
+            self._voice.tell("bug", details, Severity.CRITICAL)
         text = f"internal error in {where}: {type(error).__name__}: {error}; please report it with {path}"
-        self._journal.tell("bug", text, Severity.CRITICAL)
+        self._voice.tell("bug", text, Severity.CRITICAL)
 
     # --- control.routes.Handlers --------------------------------------------------------------------------------
 
@@ -235,10 +256,24 @@ class Daemon:
         reply = self._replies.ask(
             lambda number: self._inbox.put(Requested(number, op, engine, actor, at_once)), ANSWER_S
         )
+        if reply.answer is not Answer.ACCEPTED:  # of the others the core tells
+            known = engine if reply.answer is Answer.REFUSED else None
+            text = f"refused to {actor}: {reply.message}"
+            self._voice.tell("refused", text, Severity.NOTICE, engine=known, reason=op.value)
         return reply.answer, reply.message
 
     def reload(self, actor: str) -> Reloaded:
         """Read and validate the configuration; apply it only if all of it is right."""
+        with self._reloading:  # what was read last is applied last
+            outcome = self._reload(actor)
+        told = "; ".join(outcome.messages) or "no change"
+        text, severity = f"reloaded by {actor}: {told}", Severity.NOTICE
+        if not outcome.accepted:
+            text, severity = f"cannot reload for {actor}, nothing was changed: {told}", Severity.ERROR
+        self._voice.tell("reload", text, severity)
+        return outcome
+
+    def _reload(self, actor: str) -> Reloaded:
         try:
             loaded = load(self._config_path, trust=self._as_root)
         except ConfigError as error:
@@ -257,7 +292,8 @@ class Daemon:
         )
         self._schedule.set_interval(loaded.spec.supervisor.poll_interval_s)
         accepted = reply.answer is Answer.ACCEPTED
-        return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), tuple(changes))
+        settling = tuple(name for name in changes if not requests.held(node, loaded.spec, name))
+        return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), settling)
 
     def log(self, engine: str, offset: int | None, limit: int) -> LogChunk | InJournal | None:
         """Read a part of an engine's log file."""
@@ -274,18 +310,73 @@ class Daemon:
             start, data = 0, b""
         return LogChunk(data, start, start + len(data), node.engines[engine].generation)
 
+    def events(self, engine: str | None, since: float | None, after: int | None, limit: int) -> EventPage | None:
+        """Read some events."""
+        with readable():
+            page = self._history.page(engine, since, after, limit)
+            if engine is not None and not page.events and not self._knows(engine):
+                return None
+        return EventPage(
+            tuple(event_document(event, _stamp(event.at)) for event in page.events), page.last_id, page.more
+        )
+
+    def wait_event(self, last_id: int, timeout_s: float) -> None:
+        """Wait for the next event."""
+        self._history.wait(last_id, timeout_s)
+
+    def why(self, engine: str) -> Mapping[str, Any] | None:
+        """Tell what happened to an engine last."""
+        with readable():
+            found = self._history.page(engine, None, None, story.EVENTS).events
+        _, node = self._board.read()
+        known = node.engines.get(engine)
+        if not found and known is None:
+            return None
+        return story.document(story.tell(engine, found, known, time.monotonic(), time.time()), _stamp)
+
+    def _knows(self, engine: str) -> bool:
+        _, node = self._board.read()
+        return engine in node.engines or self._history.knows(engine)
+
+    def _reload_on_hangup(self) -> None:
+        while True:
+            self._hangups.get()
+            while not self._hangups.empty():  # what came meanwhile is the same wish
+                self._hangups.get()
+            try:
+                self._reload_by_signal()
+            except Exception as error:  # noqa: BLE001 - a bug: told, and the next SIGHUP is heard all the same
+                self._on_bug("a reload", error)
+
     def _reload_by_signal(self) -> None:
         try:
-            outcome = self.reload("SIGHUP")
+            self.reload("SIGHUP")
         except TimeoutError:
-            outcome = Reloaded(accepted=False, messages=("the loop did not answer in time",))
-        severity = Severity.NOTICE if outcome.accepted else Severity.ERROR
-        verb = "reloaded" if outcome.accepted else "cannot reload, nothing was changed"
-        self._journal.tell("reload", f"{verb}: {'; '.join(outcome.messages) or 'no change'}", severity)
+            self._voice.tell("reload", "cannot reload for SIGHUP: the loop did not answer in time", Severity.ERROR)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Trouble of the history in the words of the control API."""
+    try:
+        yield
+    except UnreadableError as error:
+        if error.slow:
+            raise TimeoutError from None
+        raise NoHistoryError(str(error)) from None
 
 
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+def without_secrets(text: str, spec: NodeSpec) -> str:
+    """A text of our own with what looks like a secret in the environments of engines taken out."""
+    for engine in spec.engines.values():
+        for name, value in engine.env.items():
+            if looks_secret(name) and value:
+                text = text.replace(value, HIDDEN)
+    return text
 
 
 def fixed_settings(old: SupervisorSpec, new: SupervisorSpec) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from supervisord.config_problems import HIDDEN, looks_secret
 from supervisord.core import durable
 from supervisord.core.messages import (
     Abandon,
@@ -42,10 +43,16 @@ from supervisord.engine.http import Target
 from supervisord.engine.probe import EngineProbe
 from supervisord.lanes import Lanes
 from supervisord.launcher.base import GateError, Launcher, LaunchError
-from supervisord.log import Journal
 from supervisord.loop import Board, Inbox
 from supervisord.state import StateFile
 from supervisord.systemd.notify import Notifier
+from supervisord.voice import Voice
+
+SECRET_CHARS: Final = 6
+"""Shorter values ("1", "none") are no secrets, and would be found in every second line."""
+
+ENDING_TURN_S: Final = 30.0
+"""While the daemon ends, every turn asks systemd for so much more: every step has its own bound, their sum has none."""
 
 TAIL_LINES: Final = 200
 """Last lines of output that an exit is classified by."""
@@ -59,7 +66,7 @@ class Parts:
     lanes: Lanes
     launcher: Launcher
     plan: Callable[[EngineSpec], LaunchPlan]
-    journal: Journal
+    voice: Voice
     notifier: Notifier
     board: Board
     state: StateFile
@@ -74,7 +81,7 @@ class NodeEffects:
         self._lanes = parts.lanes
         self._launcher = parts.launcher
         self._plan = parts.plan
-        self._journal = parts.journal
+        self._voice = parts.voice
         self._notifier = parts.notifier
         self._board = parts.board
         self._state = parts.state
@@ -86,6 +93,7 @@ class NodeEffects:
         self._watches: dict[str, threading.Event] = {}
         self._probes: dict[str, tuple[int, EngineProbe]] = {}
         self._keys: dict[str, str | None] = {}
+        self._secrets: dict[str, tuple[str, ...]] = {}
         self._perform: Mapping[type[Action], Callable[[Any, Node], None]] = {
             Launch: self._launch,
             Adopt: self._adopt,
@@ -132,12 +140,15 @@ class NodeEffects:
         self._notifier.watchdog()
         if self._notifier.active:
             self._notifier.status(summary(node))
+            if node.ending:
+                self._notifier.stopping()
+                self._notifier.extend(ENDING_TURN_S)
 
     def on_exit(self, engine: str, generation: int, code: int | None, signal: int | None) -> None:
         """A main process ended; called on the exit watcher's thread."""
 
         def tell() -> None:
-            tail = self._launcher.tail(engine, TAIL_LINES)
+            tail = tuple(self._without_secrets(engine, line) for line in self._launcher.tail(engine, TAIL_LINES))
             self._inbox.put(Exited(engine, generation, code, signal, tail))
 
         # On the engine's own lane, so that the observation of a spawn always comes before that of its exit.
@@ -154,7 +165,7 @@ class NodeEffects:
             if plan.errors:
                 self._inbox.put(SpawnFailed(name, generation, ExitClass.CONFIG, "; ".join(plan.errors)))
                 return
-            self._keys[name] = plan.api_key
+            self._know(plan)
             try:
                 process = self._launcher.launch(plan, generation)
             except GateError as error:
@@ -171,10 +182,20 @@ class NodeEffects:
 
         def job() -> None:
             self._launcher.adopt(action.engine, action.generation)
-            if spec.api_key_file is not None:
-                self._keys[action.engine] = self._plan(spec).api_key
+            self._know(self._plan(spec))
 
         self._on_engine_lane(action.engine, job)
+
+    def _know(self, plan: LaunchPlan) -> None:
+        """Keep the key to talk with, and all that an engine may quote in its last words and nobody else may."""
+        self._keys[plan.engine] = plan.api_key
+        secrets = {value for name, value in plan.env.items() if looks_secret(name) and len(value) >= SECRET_CHARS}
+        self._secrets[plan.engine] = tuple(sorted(secrets, key=len, reverse=True))
+
+    def _without_secrets(self, engine: str, line: str) -> str:
+        for secret in self._secrets.get(engine, ()):
+            line = line.replace(secret, HIDDEN)
+        return line
 
     def _terminate(self, action: Terminate, _: Node) -> None:
         self._on_engine_lane(action.engine, lambda: self._launcher.terminate(action.engine, action.generation))
@@ -267,7 +288,7 @@ class NodeEffects:
     # --- people -------------------------------------------------------------------------------------------------
 
     def _record(self, action: Record, _: Node) -> None:
-        self._journal.write(action)
+        self._voice.write(action)
 
     def _reply(self, action: Reply, _: Node) -> None:
         # After the state: an operator's stop that was answered is durable.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from supervisord.core import admission, policy
-from supervisord.core.classify import SIGNAL_NAMES, classify
+from supervisord.core.classify import SIGKILL, SIGNAL_NAMES, classify
 from supervisord.core.messages import Abandon, Exited, Probe, Sampled, Severity, Sweep, Swept, Terminate
 from supervisord.core.model import (
     After,
@@ -193,6 +193,11 @@ def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
     if seen.remaining:
         turn.put(replace(engine, phase=replace(phase, sweeping=False, sweep_at=turn.now + SWEEP_AGAIN_S)))
         return
+    if engine.process is not None and not phase.exited and phase.after is not After.CRASH:
+        # The news of its exit comes after that of the sweep, when nobody waits for it any more.
+        text = "asked for; it did not end by itself, SIGKILL"
+        last = LastExit(ExitClass.STOPPED, None, SIGKILL, turn.now, engine.generation, text)
+        engine = replace(engine, last_exit=last)
     _conclude(turn, replace(engine, process=None), phase)
 
 

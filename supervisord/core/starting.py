@@ -37,6 +37,9 @@ from supervisord.core.model import (
 )
 from supervisord.core.turn import Turn
 
+PROGRESS_BYTES: Final = 1024 * 1024
+"""Less than this, read or allocated since the last sign of progress, is housekeeping (heartbeats of helpers)."""
+
 WARMUP_GRACE_S: Final = 10.0
 """The warm-up ends itself at its timeout; this much later we stop waiting for its word."""
 
@@ -120,7 +123,11 @@ def on_progressed(turn: Turn, engine: Engine, seen: Progressed) -> None:
     if old is None:
         turn.put(replace(engine, phase=replace(phase, progress=new)))
         return
-    grown = new.read_bytes > old.read_bytes or new.memory_bytes > old.memory_bytes or new.log_lines > old.log_lines
+    grown = (
+        new.read_bytes >= old.read_bytes + PROGRESS_BYTES
+        or new.memory_bytes >= old.memory_bytes + PROGRESS_BYTES
+        or new.log_lines > old.log_lines
+    )
     if grown:
         best = replace(
             new,

@@ -7,7 +7,6 @@ left session and parents behind, the marks in the environment that they were sta
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -36,21 +35,43 @@ class Clues:
     reaped_ticks: int | None
     known: Mapping[int, int]
 
+    @property
+    def marks(self) -> frozenset[bytes]:
+        """The environment that every process of the engine was started with."""
+        return frozenset(map(os.fsencode, (f"{MARK_ENGINE}={self.engine}", f"{MARK_STATE}={self.state_dir}")))
 
-def members(processes: Mapping[int, Stat], clues: Clues, *, everywhere: bool) -> list[Stat]:
-    """The living processes of an engine.
+
+class Family(NamedTuple):
+    """The living processes of an engine. `certain`: nobody else can have escaped this look."""
+
+    members: list[Stat]
+    certain: bool
+
+
+def look(census: Census, clues: Clues, *, everywhere: bool) -> Family:
+    """Find the living processes of an engine.
 
     Orphans of a child of ours come to us (subreaper), so marks are looked for among our children; `everywhere` among
     all processes, for an engine that an earlier daemon started.
+
+    A look is certain when nobody can have forked and ended between being listed and being looked at: such a one would
+    be gone, or dead and still our child (`everywhere`: anybody's). Then whoever lives was met, or descends from one
+    that was met alive. And nobody may be without an environment, as a process is for a moment while it is replaced.
     """
     ours = os.getpid()
-    alive = {stat.pid: stat for stat in processes.values() if stat.alive and stat.pid != ours}
-    proven = {stat.pid for stat in alive.values() if _is_proven(stat, processes, clues)}
+    alive = {stat.pid: stat for stat in census.processes.values() if stat.alive and stat.pid != ours}
+    proven = {stat.pid for stat in alive.values() if _is_proven(stat, census.processes, clues)}
+    marks = clues.marks
+    certain = census.whole and all(s.alive or not (everywhere or s.ppid == ours) for s in census.processes.values())
     for stat in alive.values():
-        candidate = everywhere or stat.ppid == ours or _in_session(stat, clues)
-        if candidate and stat.pid not in proven and _is_marked(stat, clues):
+        if stat.pid in proven or not (everywhere or stat.ppid == ours or _in_session(stat, clues)):
+            continue
+        variables = procfs.environment(stat.pid)
+        certain = certain and bool(variables)
+        # A copy of the marks in the environment of another user's process proves nothing.
+        if marks <= variables and procfs.uid_of(stat.pid) == clues.uid:
             proven.add(stat.pid)
-    return _with_descendants(alive, proven)
+    return Family(_with_descendants(alive, proven), certain)
 
 
 class Marks(NamedTuple):
@@ -60,7 +81,7 @@ class Marks(NamedTuple):
     generation: int
 
 
-def marks(stat: Stat, state_dir: str) -> Marks | None:
+def read_marks(stat: Stat, state_dir: str) -> Marks | None:
     """Read the marks of a process of some engine of this state directory."""
     variables = dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.environment(stat.pid)))
     engine, generation = variables.get(MARK_ENGINE, ""), variables.get(MARK_GENERATION, "")
@@ -69,33 +90,17 @@ def marks(stat: Stat, state_dir: str) -> Marks | None:
     return Marks(engine, int(generation) if generation.isdecimal() else 0)
 
 
-def _is_marked(stat: Stat, clues: Clues) -> bool:
-    """A copy of the marks in the environment of another user's process proves nothing."""
-    wanted = {os.fsencode(f"{MARK_ENGINE}={clues.engine}"), os.fsencode(f"{MARK_STATE}={clues.state_dir}")}
-    return wanted <= procfs.environment(stat.pid) and procfs.uid_of(stat.pid) == clues.uid
-
-
-def is_certain(census: Census, *, everywhere: bool) -> bool:
-    """Whether nobody can have forked and ended between being listed and being looked at.
-
-    Then every process that lives was seen, or descends from one that was seen alive: no members means none at all.
-    Somebody who did that was gone when we looked, or dead and still our child (`everywhere`: anybody's).
-    """
-    ours = os.getpid()
-    return census.whole and all(
-        stat.alive or not (everywhere or stat.ppid == ours) for stat in census.processes.values()
-    )
-
-
 def _is_proven(stat: Stat, processes: Mapping[int, Stat], clues: Clues) -> bool:
     if clues.known.get(stat.pid) == stat.start_ticks:
         return True
-    if not _in_session(stat, clues) or clues.process is None:
+    if clues.process is None:
         return False
     main = processes.get(clues.process.pid)
-    if main is not None and main.start_ticks == clues.process.start_ticks:
+    main_is_there = main is not None and main.start_ticks == clues.process.start_ticks
+    if main_is_there and stat is main:
         return True
-    return clues.reaped_ticks is not None and stat.start_ticks <= clues.reaped_ticks
+    number_was_ours = clues.reaped_ticks is not None and stat.start_ticks <= clues.reaped_ticks
+    return _in_session(stat, clues) and (main_is_there or number_was_ours)
 
 
 def _in_session(stat: Stat, clues: Clues) -> bool:
@@ -114,17 +119,3 @@ def _with_descendants(alive: Mapping[int, Stat], roots: Iterable[int]) -> list[S
             found[pid] = alive[pid]
             todo += children.get(pid, ())
     return list(found.values())
-
-
-def reap_orphans(processes: Mapping[int, Stat], mains: set[int], known: Mapping[int, int]) -> None:
-    """Bury dead orphans that came to us as subreaper, and nobody's child that somebody waits for.
-
-    A process that we started ourselves is in our session or leads its own; any other session was made by an engine.
-    """
-    ours, session = os.getpid(), os.getsid(0)
-    for stat in processes.values():
-        if stat.alive or stat.ppid != ours or stat.pid in mains or stat.session == session:
-            continue
-        if stat.session != stat.pid or known.get(stat.pid) == stat.start_ticks:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, stat.pid, os.WEXITED | os.WNOHANG)

@@ -17,10 +17,11 @@ _LOOK_AGAIN_S: Final = 0.1
 """While victims die, new children of theirs are looked for this often."""
 
 
-def kill_all(find: Callable[[], tuple[list[Stat], bool]], timeout_s: float) -> list[Stat]:
+def kill_all(find: Callable[[], tuple[list[Stat], bool]], main: int | None, timeout_s: float) -> list[Stat]:
     """SIGKILL to whatever `find` gives until it gives nothing; return what is left at the deadline.
 
-    The second value of `find` says whether nothing can have escaped it; otherwise it has to give nothing twice.
+    The second value of `find` says whether nothing can have escaped it; otherwise it has to give nothing twice. Victims
+    that are our children are buried, except `main`, whose status somebody waits for.
     """
     deadline = time.monotonic() + timeout_s
     was_empty = False
@@ -34,21 +35,25 @@ def kill_all(find: Callable[[], tuple[list[Stat], bool]], timeout_s: float) -> l
         was_empty = False
         if time.monotonic() >= deadline:
             return victims
-        _kill(victims)
+        _kill(victims, main)
 
 
-def _kill(victims: Iterable[Stat]) -> None:
-    """Signal each, and wait a little until they are gone."""
-    pidfds = []
+def _kill(victims: Iterable[Stat], main: int | None) -> None:
+    """Signal each, parents first so that they do not react to the end of a child; wait a little until they are gone."""
+    pidfds: dict[int, int] = {}
     try:
-        for victim in victims:
+        for victim in sorted(victims, key=lambda stat: (stat.start_ticks, stat.pid)):
             pidfd = open_exactly(victim.pid, victim.start_ticks)
             if pidfd is not None:
-                pidfds.append(pidfd)
+                pidfds[pidfd] = victim.pid
                 # A victim of another user may refuse us; it is then reported as what remains.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         _wait(pidfds)
+        for pidfd, pid in pidfds.items():
+            if pid != main:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     finally:
         for pidfd in pidfds:
             os.close(pidfd)

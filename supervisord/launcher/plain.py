@@ -20,13 +20,13 @@ from supervisord.launcher import family, killing, logs, ports, procfs, sharedmem
 from supervisord.launcher.base import LaunchError, Ownership, StateDirError
 from supervisord.launcher.entry import Entry
 from supervisord.launcher.exits import Exit, ExitWatcher
+from supervisord.launcher.family import Family
+from supervisord.launcher.orphans import Orphans
 from supervisord.launcher.procfs import Census, Stat
 from supervisord.launcher.records import Record, Records
 from supervisord.launcher.starting import Starter
-from supervisord.launcher.statedir import PrivateDirs, lock_state_dir, make_directory
+from supervisord.launcher.statedir import PrivateDirs, make_directory
 from supervisord.state import boot_id
-
-__all__ = ["PlainLauncher", "lock_state_dir"]
 
 SWEEP_S: Final = 5.0
 
@@ -63,6 +63,7 @@ class PlainLauncher:
         self._records = Records(identities)
         self._private = PrivateDirs(state_dir)
         self._starter = Starter(state_dir, log_dir, self._records, self._private)
+        self._orphans = Orphans()
         # Orphans of our children become our children: only so can they be found, and buried.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._exits = ExitWatcher(self._exited)
@@ -97,7 +98,7 @@ class PlainLauncher:
         for record in [*records, *self._unrecorded({record.engine for record in records}, census)]:
             entry = self._entries[record.engine] = Entry(record, None, self.log_path(record.engine))
             entry.forget_main_unless_alive(boot, census)
-            alive = self._members(entry, census, everywhere=True)
+            alive = self._family(entry, census, everywhere=True).members
             if alive:
                 described = tuple(procfs.describe(stat) for stat in alive)
                 found.append(Found(entry.engine, entry.generation, entry.process, described, record.plan_id or None))
@@ -116,7 +117,7 @@ class PlainLauncher:
         """Records for processes that carry our marks and have none, because somebody removed it."""
         found: dict[str, Record] = {}
         for stat in census.processes.values():
-            marks = family.marks(stat, self._state_dir) if stat.alive and stat.pid != os.getpid() else None
+            marks = family.read_marks(stat, self._state_dir) if stat.alive and stat.pid != os.getpid() else None
             uid = procfs.uid_of(stat.pid)
             if marks is not None and uid is not None and marks.engine not in recorded | found.keys():
                 directory = str(self._private.path(*marks))
@@ -153,16 +154,16 @@ class PlainLauncher:
         entry = self._entry(engine, generation)
         if entry is None or entry.ended:
             return ()
-        remaining = killing.kill_all(lambda: self._doomed(entry), SWEEP_S)
+        main = entry.process.pid if entry.process is not None else None
+        remaining = killing.kill_all(lambda: self._doomed(entry), main, SWEEP_S)
         if not remaining:
             self._finish(entry)
         return tuple(procfs.describe(stat) for stat in remaining)
 
-    def _doomed(self, entry: Entry) -> tuple[list[Stat], bool]:
-        census, everywhere = procfs.census(), not entry.child
-        found = self._members(entry, census, everywhere=everywhere)
-        self._note_shared_memory(entry, found)
-        return found, family.is_certain(census, everywhere=everywhere)
+    def _doomed(self, entry: Entry) -> Family:
+        found = self._family(entry, procfs.census(), everywhere=not entry.child)
+        self._note_shared_memory(entry, found.members)
+        return found
 
     def _finish(self, entry: Entry) -> None:
         """Nothing lives: remove its files, and say in the record that this was done."""
@@ -187,7 +188,7 @@ class PlainLauncher:
         entry = self._entries.get(engine)
         if entry is None or entry.ended:
             return ()
-        return tuple(stat.pid for stat in self._members(entry, procfs.census(), everywhere=False))
+        return tuple(stat.pid for stat in self._family(entry, procfs.census(), everywhere=False).members)
 
     def host_bytes(self, engine: str) -> int | None:
         """Anonymous host memory of the engine, None when nothing of it lives."""
@@ -240,17 +241,17 @@ class PlainLauncher:
         census = self._census
         if time.monotonic() - census.at > _CENSUS_S:
             census = self._census = procfs.census()
-        found = self._members(entry, census, everywhere=False)
+        found = self._family(entry, census, everywhere=False).members
         self._note_shared_memory(entry, found)
         return found
 
-    def _members(self, entry: Entry, census: Census, *, everywhere: bool) -> list[Stat]:
+    def _family(self, entry: Entry, census: Census, *, everywhere: bool) -> Family:
         entries = list(self._entries.values())
         mains = {other.process.pid for other in entries if other.process is not None}
         known = {pid: ticks for other in entries for pid, ticks in other.known.items()}
-        family.reap_orphans(census.processes, mains, known)
-        found = family.members(census.processes, entry.clues(self._state_dir), everywhere=everywhere)
-        entry.remember(census, found)
+        self._orphans.bury(census, mains, known)
+        found = family.look(census, entry.clues(self._state_dir), everywhere=everywhere)
+        entry.remember(census, found.members)
         return found
 
     def _note_shared_memory(self, entry: Entry, members: list[Stat]) -> None:

@@ -41,7 +41,8 @@ def _refusal(host: str, port: int, error: OSError | UnicodeError) -> GateError |
 def ownership(members: Iterable[int], host: str, port: int) -> Ownership:
     """Who gets connections to an address. Several sockets can share it (SO_REUSEPORT): any foreign one counts.
 
-    A socket bound to the address itself is preferred by the kernel to one bound to all addresses.
+    A socket bound to the address itself is preferred by the kernel to one bound to all addresses. Where we may not look
+    into members (another user's, without CAP_SYS_PTRACE, as in a container), a socket of their user counts as theirs.
     """
     found = [listener for listener in procfs.listeners(port) if _meets(listener.address, host)]
     exact = [listener for listener in found if any(listener.address)]
@@ -49,8 +50,15 @@ def ownership(members: Iterable[int], host: str, port: int) -> Ownership:
     chosen = exact if exact and wanted is not None and any(wanted) else found
     if not chosen:
         return Ownership(ours=False)
-    own = set().union(*(procfs.sockets(pid) for pid in members))
-    foreign = [listener for listener in chosen if listener.inode not in own]
+    own: set[int] = set()
+    hidden: set[int | None] = set()
+    for pid in members:
+        sockets = procfs.sockets(pid)
+        if sockets is None:
+            hidden.add(procfs.uid_of(pid))
+        else:
+            own |= sockets
+    foreign = [listener for listener in chosen if listener.inode not in own and listener.uid not in hidden]
     return Ownership(ours=len(foreign) < len(chosen), holder=_holder(foreign[0]) if foreign else None)
 
 
@@ -84,7 +92,6 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _holder(listener: procfs.Listener) -> str:
-    for pid, stat in procfs.census().processes.items():
-        if listener.inode in procfs.sockets(pid):
-            return f"pid {pid} ({procfs.printable(stat.name)})"
-    return f"a process of uid {listener.uid}"
+    pid = next((pid for pid in procfs.pids() if listener.inode in (procfs.sockets(pid) or ())), None)
+    stat = procfs.read_stat(pid) if pid is not None else None
+    return f"pid {pid} ({procfs.printable(stat.name)})" if stat is not None else f"a process of uid {listener.uid}"

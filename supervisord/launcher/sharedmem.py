@@ -7,6 +7,9 @@ programs use the same patterns.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import signal
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,13 +39,36 @@ def in_use(pids: Iterable[int], uid: int) -> dict[str, int]:
 def remove(known: Mapping[str, int], uid: int) -> None:
     """Unlink exactly the files known, as far as they are still those and nobody alive uses them. Raises OSError."""
     left = {name for name, inode in known.items() if _inode(name, uid) == inode}
-    if not left:
-        return
-    for pid in procfs.census().processes:
-        left -= procfs.shared_memory(pid)
-    for name in left:
-        with contextlib.suppress(FileNotFoundError):
-            (DIRECTORY / name).unlink()
+    unsure = {name for name in left if not _remove_if_unused(DIRECTORY / name)}
+    if unsure:
+        for pid in procfs.pids():
+            unsure -= procfs.shared_memory(pid)
+        for name in unsure:
+            with contextlib.suppress(FileNotFoundError):
+                (DIRECTORY / name).unlink()
+
+
+def _remove_if_unused(path: Path) -> bool:
+    """Ask the kernel with a write lease, which it gives only for a file that nobody else has open or mapped (fcntl(2)).
+
+    Says whether that answered the question: a lease on another user's file needs CAP_LEASE. While it is ours, whoever
+    opens the file waits for us, and the kernel signals that; SIGURG is ignored, the usual SIGIO would end the daemon.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        path.unlink()
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _inode(name: str, uid: int) -> int | None:

@@ -18,6 +18,7 @@ class Notifier:
         if self._notifier is not None and self._notifier.socket is not None:
             self._notifier.socket.setblocking(False)
         self._status = ""
+        self._stopping = False
         # Read once, and out of the environment: an engine that inherited them could speak for the daemon.
         for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):
             os.environ.pop(name, None)
@@ -42,8 +43,10 @@ class Notifier:
             self._send(f"STATUS={text}")
 
     def stopping(self) -> None:
-        """The daemon ends."""
-        self._send("STOPPING=1")
+        """The daemon ends; sent once."""
+        if not self._stopping:
+            self._stopping = True
+            self._send("STOPPING=1")
 
     def extend(self, seconds: float) -> None:
         """Starting or stopping goes on: do not time out for this long."""
