@@ -56,6 +56,10 @@ FLUSH_S: Final = 2.0
 
 def run(config_path: Path) -> int:
     """The daemon, in the foreground, until it is told to end. Returns the exit code (design section 6)."""
+    # Whoever started us may have blocked signals, or ignored SIGCHLD (exit codes are lost then); threads and engines
+    # would inherit that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         # Without the files: a model on a disk that is not mounted yet must not keep the other engines down.
         loaded = load(config_path, trust=os.geteuid() == 0, check_files=False)

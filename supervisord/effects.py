@@ -234,7 +234,7 @@ class NodeEffects:
                 on_foreign=lambda holder: self._inbox.put(PortForeign(name, generation, holder)),
             )
 
-        self._lanes.submit(("watch", name, generation), job)
+        self._lanes.once(("watch", name, generation), job)
 
     def _warm_up(self, action: WarmUp, node: Node) -> None:
         spec = node.engines[action.engine].spec
@@ -254,7 +254,7 @@ class NodeEffects:
             )
             self._inbox.put(WarmedUp(name, generation, outcome))
 
-        self._lanes.submit(("warm", name, generation), job)
+        self._lanes.once(("warm", name, generation), job)
 
     def _probe(self, action: Probe, node: Node) -> None:
         spec = node.engines[action.engine].spec

@@ -38,6 +38,10 @@ class Lanes:
                 lane.wake.notify()
         return True
 
+    def once(self, key: Hashable, job: Job) -> None:
+        """Run a long job in a thread of its own that ends with it; an idle lane for each would only cost memory."""
+        Thread(target=self._do, args=(key, job), name=f"once-{key}", daemon=True).start()
+
     def _run(self, key: Hashable, lane: _Lane) -> None:
         while True:
             with lane.wake:
@@ -49,10 +53,13 @@ class Lanes:
                 if self._retire(key, lane):
                     return
                 continue
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 (a bug in a job must be told, not kill the lane silently)
-                self._on_error(key, error)
+            self._do(key, job)
+
+    def _do(self, key: Hashable, job: Job) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 (a bug in a job must be told, not kill the lane silently)
+            self._on_error(key, error)
 
     def _retire(self, key: Hashable, lane: _Lane) -> bool:
         """End the lane unless work arrived meanwhile; `submit` holds the same lock."""

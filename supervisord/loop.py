@@ -16,6 +16,7 @@ IDLE_TURN_S: Final = 5.0
 """A turn happens at least this often, whatever the schedule does: the watchdog is fed after turns only."""
 
 Inbox = SimpleQueue[Observation]
+Observe = Callable[[Node, Observation, float], None]
 
 
 class Effects(Protocol):
@@ -59,7 +60,10 @@ class Board:
 
 
 class Loop:
-    """Takes observations one at a time and lets the core decide."""
+    """Takes observations one at a time and lets the core decide.
+
+    `observe` hears of each before that, with the node as it is and the time: what it takes to decide the same again.
+    """
 
     def __init__(
         self,
@@ -67,11 +71,13 @@ class Loop:
         inbox: Inbox,
         effects: Effects,
         clock: Callable[[], float] = time.monotonic,
+        observe: Observe | None = None,
     ) -> None:
         self.node = node
         self._inbox = inbox
         self._effects = effects
         self._clock = clock
+        self._observe = observe
         self.finished = False
 
     def run(self) -> None:
@@ -81,8 +87,10 @@ class Loop:
 
     def turn(self, seen: Observation) -> None:
         """One complete turn."""
-        old = self.node
-        self.node, actions = reducer.step(old, seen, self._clock())
+        old, now = self.node, self._clock()
+        if self._observe is not None:
+            self._observe(old, seen, now)
+        self.node, actions = reducer.step(old, seen, now)
         self._effects.begin(old, self.node)
         for action in actions:
             if isinstance(action, Finish):

@@ -49,6 +49,8 @@ COMMANDS: Final = {
     "check-config": ("check_config", "say everything that is wrong with a configuration"),
     "plan": ("plan", "show how engines would be started; change nothing"),
     "status": ("status", "show engines and GPUs"),
+    "why": ("why", "tell why an engine was restarted, failed or waits"),
+    "events": ("events", "show what was decided, with reasons and numbers"),
     "start": ("request", "start an engine"),
     "stop": ("request", "stop an engine"),
     "restart": ("request", "restart an engine"),

@@ -93,6 +93,11 @@ def duration(seconds: float) -> str:
     return "".join(parts[:2]) or "0s"
 
 
+def local(stamp: str) -> str:
+    """An RFC 3339 time as the clock on the wall here shows it."""
+    return datetime.fromtimestamp(_epoch(stamp)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
 def _engines(engines: list[Document], width: int, colour: bool, now: float) -> Iterator[str]:
     if not engines:
         yield "no engines are configured"

@@ -91,9 +91,14 @@ def post(path: str, target: str, document: dict[str, Any] | None = None, timeout
 
 def engine_target(name: str, what: str) -> str:
     """Path of what the API offers for one engine. Raises RefusedError for what cannot be an engine's name."""
+    return f"/v1/engines/{engine_name(name)}/{what}"
+
+
+def engine_name(name: str) -> str:
+    """The same name; RefusedError for what cannot be one, and so never gets into a path or a query."""
     if not (name.isascii() and name.replace("-", "").replace("_", "").isalnum()):
         raise RefusedError(f"cannot find an engine {name!r}: names have letters, digits, - and _", "unknown_engine", {})
-    return f"/v1/engines/{name}/{what}"
+    return name
 
 
 def _call(path: str, request: bytes, timeout_s: float) -> Reply:

@@ -5,6 +5,11 @@ GET  /v1/status[?after=SERIAL&timeout=S]         200 the status document, header
 POST /v1/engines/NAME/OP   {"now": bool}         202 accepted, 404 unknown engine, 409 refused, 504 busy
 POST /v1/reload                                  202 what changes, 422 every problem, 504 busy
 GET  /v1/engines/NAME/log[?offset=&limit=&wait=] 200 text, headers Log-Offset, Log-Next-Offset, Log-Generation
+GET  /v1/engines/NAME/why                        200 the story of its last restart (core.story.document)
+GET  /v1/events[?engine=&since=&after=&limit=&timeout=]
+                                                 200 {"events": [...], "last_id": ID, "more": bool}, oldest first: after
+                                                 an id or since a time (epoch seconds), otherwise the newest ones; with
+                                                 `timeout` as soon as there is one; the next come `after` last_id
 
 Every error is `{"error": CODE, "message": SENTENCE}`.
 """
@@ -16,16 +21,21 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from supervisord.control.wire import HttpError, Request, Response
 from supervisord.core.messages import Answer, Op
 from supervisord.core.spec import ENGINE_NAME_PATTERN
 
+T = TypeVar("T")
+
 LONG_POLL_MAX_S: Final = 25.0
 LOG_MAX_BYTES: Final = 256 * 1024
 _LOG_DEFAULT_BYTES: Final = 64 * 1024
+EVENTS_MAX: Final = 1000
+_EVENTS_DEFAULT: Final = 100
 _SLICE_S: Final = 1.0
 """A long poll looks this often whether its client is still there."""
 _LOG_LOOK_S: Final = 0.25
@@ -33,6 +43,7 @@ _LOG_LOOK_S: Final = 0.25
 _ENGINE_NAME: Final = re.compile(ENGINE_NAME_PATTERN)
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _SECONDS: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+_EPOCH: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,6})?")
 _OPS: Final = {op.value: op for op in Op}
 
 
@@ -65,6 +76,19 @@ class InJournal:
     identifier: str
 
 
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """Some events (history_read.document), and the id after which the next ones come; `more` are there already."""
+
+    events: tuple[Mapping[str, Any], ...]
+    last_id: int
+    more: bool = False
+
+
+class NoHistoryError(Exception):
+    """The history cannot be read now; the message says why."""
+
+
 class Handlers(Protocol):
     """What the daemon does for the API. Called on the server's threads; every call must be bounded.
 
@@ -90,6 +114,15 @@ class Handlers(Protocol):
         An offset beyond the end (the log was rotated or begun anew) reads from its beginning.
         """
 
+    def events(self, engine: str | None, since: float | None, after: int | None, limit: int) -> EventPage | None:
+        """Read at most `limit` events. None: no such engine. Raises NoHistoryError, TimeoutError."""
+
+    def wait_event(self, last_id: int, timeout_s: float) -> None:
+        """Return when the newest event is not `last_id` any more, or when `timeout_s` have passed."""
+
+    def why(self, engine: str) -> Mapping[str, Any] | None:
+        """Tell what happened to an engine last. None: no such engine. Raises NoHistoryError, TimeoutError."""
+
 
 def respond(request: Request, handlers: Handlers, actor: str, gone: Callable[[], bool]) -> Response:
     """Answer one request of `actor`; `gone` tells whether its client has left. Raises HttpError."""
@@ -98,11 +131,15 @@ def respond(request: Request, handlers: Handlers, actor: str, gone: Callable[[],
             return _status(request, handlers, gone)
         case ("GET", ("v1", "engines", name, "log")):
             return _log(request, handlers, _engine_name(name), gone)
+        case ("GET", ("v1", "engines", name, "why")):
+            return _why(request, handlers, _engine_name(name))
+        case ("GET", ("v1", "events")):
+            return _events(request, handlers, gone)
         case ("POST", ("v1", "engines", name, op)) if op in _OPS:
             return _request(request, handlers, _OPS[op], _engine_name(name), actor)
         case ("POST", ("v1", "reload")):
             return _reload(request, handlers, actor)
-        case (_, ("v1", "status" | "reload") | ("v1", "engines", _, _)):
+        case (_, ("v1", "status" | "reload" | "events") | ("v1", "engines", _, _)):
             raise HttpError(
                 HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "cannot do this: no such operation or wrong method"
             )
@@ -192,6 +229,48 @@ def _log(request: Request, handlers: Handlers, name: str, gone: Callable[[], boo
     return Response(HTTPStatus.OK, chunk.data, "text/plain; charset=utf-8", headers)
 
 
+def _events(request: Request, handlers: Handlers, gone: Callable[[], bool]) -> Response:
+    _known_keys(request.query, "engine", "since", "after", "limit", "timeout")
+    engine = request.query.get("engine")
+    if engine is not None:
+        _engine_name(engine)
+    since = _epoch(request, "since")
+    limit = min(_whole(request, "limit") or _EVENTS_DEFAULT, EVENTS_MAX)
+    deadline = time.monotonic() + _seconds(request, "timeout", 0.0)
+    after = _whole(request, "after")
+    while True:
+        page = _of_history(partial(handlers.events, engine, since, after, limit))
+        if page is None:
+            raise _unknown(f"cannot show the events of {engine}")
+        left_s = deadline - time.monotonic()
+        if page.events or left_s <= 0 or gone():
+            return json_response(HTTPStatus.OK, {"events": page.events, "last_id": page.last_id, "more": page.more})
+        after = page.last_id
+        handlers.wait_event(after, min(left_s, _SLICE_S))
+
+
+def _why(request: Request, handlers: Handlers, name: str) -> Response:
+    _known_keys(request.query)
+    story = _of_history(partial(handlers.why, name))
+    if story is None:
+        raise _unknown(f"cannot tell about {name}")
+    return json_response(HTTPStatus.OK, story)
+
+
+def _of_history(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except NoHistoryError as error:
+        raise HttpError(HTTPStatus.CONFLICT, "refused", str(error)) from None
+    except TimeoutError:
+        text = "cannot read the history in time: the disk or the machine is too busy"
+        raise HttpError(HTTPStatus.GATEWAY_TIMEOUT, "timeout", text) from None
+
+
+def _unknown(what: str) -> HttpError:
+    return HttpError(HTTPStatus.NOT_FOUND, "unknown_engine", f"{what}: no such engine, and none in the history")
+
+
 def _engine_name(name: str) -> str:
     if not _ENGINE_NAME.fullmatch(name):
         raise HttpError(
@@ -229,6 +308,13 @@ def _seconds(request: Request, key: str, default: float) -> float:
     if text is not None and not _SECONDS.fullmatch(text):
         raise _bad("query", f"{key} is not a number of seconds")
     return min(default if text is None else float(text), LONG_POLL_MAX_S)
+
+
+def _epoch(request: Request, key: str) -> float | None:
+    text = request.query.get(key)
+    if text is not None and not _EPOCH.fullmatch(text):
+        raise _bad("query", f"{key} is not a time in seconds since 1970")
+    return None if text is None else float(text)
 
 
 def _bad(part: str, how: str) -> HttpError:

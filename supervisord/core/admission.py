@@ -12,6 +12,9 @@ from supervisord.core.turn import Turn
 GATE_RECHECK_S: Final = 5.0
 """How often a closed outside gate is looked at again."""
 
+LOOK_AGAIN_S: Final = 0.5
+"""How soon an engine looks again when a neighbour was just looking at an outside gate."""
+
 INTERNAL_RECHECK_S: Final = 60.0
 """A gate inside the node opens by an event; this is only the net below it."""
 
@@ -22,15 +25,23 @@ def admit(turn: Turn, engine: Engine) -> None:
     """Start a wanted engine, or let it wait at a gate of the node."""
     if turn.node.ending or engine.launching is not None:
         return
+    phase = engine.phase
+    outside = phase if isinstance(phase, Waiting) and phase.reason.code not in INTERNAL_GATES else None
     blocked = _internal_gate(turn, engine)
-    if blocked is not None:
+    if blocked is None:
+        _launch(turn, engine, outside)
+    elif outside is not None and _internal_gate(turn, engine, lookers=False) is None:
+        turn.put(replace(engine, phase=replace(outside, recheck_at=turn.now + LOOK_AGAIN_S)))
+    else:
         wait(turn, engine, blocked, turn.now + INTERNAL_RECHECK_S)
-        return
+
+
+def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
+    """Who waits `outside` stays visibly waiting while the gates there are looked at again: no flapping in status."""
     generation = engine.generation + 1
     engine = replace(engine, launching=generation, sample=None, ready_since=None, warmup=None)
-    if isinstance(engine.phase, Waiting):
-        # Stay visibly waiting while the outside gates are looked at again: no flapping in status.
-        turn.put(replace(engine, phase=replace(engine.phase, recheck_at=give_up_at(turn, engine))))
+    if outside is not None:
+        turn.put(replace(engine, phase=replace(outside, recheck_at=give_up_at(turn, engine))))
     else:
         turn.enter(engine, Starting(progress_at=turn.now, give_up_at=give_up_at(turn, engine)))
     turn.do(Launch(engine.spec.name, generation))
@@ -51,14 +62,14 @@ def give_up_at(turn: Turn, engine: Engine) -> float:
     return turn.now + engine.spec.start_timeout_max_s
 
 
-def _internal_gate(turn: Turn, engine: Engine) -> Reason | None:
-    """The gates that only this node's own engines can close.
+def _internal_gate(turn: Turn, engine: Engine, *, lookers: bool = True) -> Reason | None:
+    """The gates that only this node's own engines can close; without `lookers`, who wait at an outside gate themselves.
 
     vLLM profiles free GPU memory while it starts: two at once on one GPU corrupt each other, often silently (measured:
     3 of 3 pairs on an H200, two of them without an error).
     """
     others = [e for e in turn.engines() if e.spec.name != engine.spec.name]
-    starting = [e for e in others if isinstance(e.phase, Starting) or e.launching is not None]
+    starting = [e for e in others if _starts(e, lookers=lookers)]
     mine = set(engine.spec.gpus)
     busy = (e for e in others if mine.intersection(e.spec.gpus) and (e in starting or isinstance(e.phase, Stopping)))
     holder = next(busy, None)
@@ -71,6 +82,13 @@ def _internal_gate(turn: Turn, engine: Engine) -> Reason | None:
     if len(starting) >= limit:
         return Reason("max_parallel_starts", f"{len(starting)} engines are starting, max_parallel_starts is {limit}")
     return None
+
+
+def _starts(engine: Engine, *, lookers: bool) -> bool:
+    """The launch of one who waits at an outside gate is, as far as we know, no more than another look at that."""
+    if engine.launching is None:
+        return isinstance(engine.phase, Starting)
+    return lookers or not isinstance(engine.phase, Waiting)
 
 
 def wait(turn: Turn, engine: Engine, reason: Reason, recheck_at: float) -> None:

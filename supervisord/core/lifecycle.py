@@ -13,11 +13,8 @@ from supervisord.core.model import (
     Backoff,
     Draining,
     Engine,
-    Failed,
-    Ready,
     Starting,
     State,
-    Stopped,
     Stopping,
     Waiting,
     Warming,
@@ -66,5 +63,5 @@ def deadlines(engine: Engine) -> Iterator[float]:
                 yield phase.kill_at
                 if phase.repeat_at is not None:
                     yield phase.repeat_at
-        case Ready() | Stopped() | Failed():
-            pass
+        case _:
+            pass  # stopped, ready, failed: resting places

@@ -139,8 +139,8 @@ def _due(turn: Turn, what: What) -> None:
         case What.POLL:
             for engine in turn.engines():
                 _poll(turn, engine)
-        case What.WATCHDOG:
-            pass
+        case _:
+            pass  # the watchdog is fed after every turn
 
 
 def _poll(turn: Turn, engine: Engine) -> None:

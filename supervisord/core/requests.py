@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from supervisord.core import admission, ending
 from supervisord.core.messages import Answer, EndRequested, Op, Reconfigured, Reply, Requested, Severity, Sweep
@@ -47,17 +48,7 @@ def on_requested(turn: Turn, seen: Requested) -> None:
         reason=seen.op.value,
         actor=seen.actor,
     )
-    match seen.op:
-        case Op.START:
-            _start(turn, engine, seen)
-        case Op.STOP:
-            _stop(turn, engine, seen)
-        case Op.RESTART:
-            _restart(turn, engine, seen)
-        case Op.DRAIN:
-            _drain(turn, engine, seen)
-        case Op.RESET:
-            _reset(turn, engine, seen)
+    OPS[seen.op](turn, engine, seen)
 
 
 def _reply(turn: Turn, seen: Requested, answer: Answer, message: str) -> None:
@@ -175,6 +166,15 @@ def _reset(turn: Turn, engine: Engine, seen: Requested) -> None:
             _accept(turn, seen, f"{name} is being started")
         case _:
             _accept(turn, seen, f"{name}: failures and restart budget are reset")
+
+
+OPS: Final[Mapping[Op, Callable[[Turn, Engine, Requested], None]]] = {
+    Op.START: _start,
+    Op.STOP: _stop,
+    Op.RESTART: _restart,
+    Op.DRAIN: _drain,
+    Op.RESET: _reset,
+}
 
 
 def on_end_requested(turn: Turn, seen: EndRequested) -> None:

@@ -100,6 +100,7 @@ class PlainLauncher:
             entry.forget_main_unless_alive(boot, census)
             alive = self._family(entry, census, everywhere=True).members
             if alive:
+                entry.ended = False  # whatever its record says
                 described = tuple(procfs.describe(stat) for stat in alive)
                 found.append(Found(entry.engine, entry.generation, entry.process, described, record.plan_id or None))
             elif not entry.ended:

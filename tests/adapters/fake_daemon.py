@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, final
 
-from supervisord.control.routes import InJournal, LogChunk, Reloaded
+from supervisord.control.routes import EventPage, InJournal, LogChunk, Reloaded
 from supervisord.control.server import ControlServer
 from supervisord.core import status
 from supervisord.core.messages import Answer, Op
@@ -44,6 +44,10 @@ class FakeDaemon:
         self.answer: tuple[Answer, str] | Exception = (Answer.ACCEPTED, "accepted")
         self.outcome: Reloaded | Exception = Reloaded(accepted=True)
         self.logs: dict[str, bytes | InJournal] = {}
+        self.told: list[dict[str, Any]] = []
+        """Events, as the history writes them for programs; their ids are 1, 2, ..."""
+        self.stories: dict[str, dict[str, Any]] = {}
+        self.no_history: Exception | None = None
         self.requests: list[tuple[Op, str, bool, str]] = []
         self.reloads: list[str] = []
         self.errors: list[tuple[str, Exception]] = []
@@ -126,3 +130,35 @@ class FakeDaemon:
         start = max(0, len(log) - limit) if offset is None else (offset if offset <= len(log) else 0)
         data = log[start : start + limit]
         return LogChunk(data, start, start + len(data), self.node.engines[engine].generation)
+
+    def tell(self, kind: str = "ready", message: str = "qwen is ready", **fields: Any) -> None:
+        """Something to read in the history."""
+        known = {"severity": "notice", "engine": "qwen", "generation": 1, "reason": None, "numbers": {}}
+        with self._changed:
+            number = len(self.told) + 1
+            event = {"id": number, "at": stamp(1_780_023_600 + number), "kind": kind, "message": message}
+            self.told.append({**event, **known, **fields})
+            self._changed.notify_all()
+
+    def events(self, engine: str | None, since: float | None, after: int | None, limit: int) -> EventPage | None:
+        if self.no_history is not None:
+            raise self.no_history
+        if engine is not None and engine not in {*self.node.engines, *(event["engine"] for event in self.told)}:
+            return None
+        mine = [event for event in self.told if engine in (None, event["engine"]) and event["id"] > (after or 0)]
+        if since is not None:
+            mine = [event for event in mine if event["at"] >= stamp(since)]
+        if after is None and since is None:
+            return EventPage(tuple(mine[-limit:]), len(self.told))
+        more = len(mine) > limit
+        return EventPage(tuple(mine[:limit]), mine[limit - 1]["id"] if more else len(self.told), more)
+
+    def wait_event(self, last_id: int, timeout_s: float) -> None:
+        self.waits += 1
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.told) != last_id, timeout_s)
+
+    def why(self, engine: str) -> dict[str, Any] | None:
+        if self.no_history is not None:
+            raise self.no_history
+        return self.stories.get(engine)

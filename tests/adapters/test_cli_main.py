@@ -184,7 +184,10 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("argv", [["status"], ["status", "--json"], ["stop", "qwen"], ["logs", "qwen"], ["reload"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["status"], ["status", "--json"], ["stop", "qwen"], ["logs", "qwen"], ["reload"], ["events"], ["why", "qwen"]],
+)
 def test_no_command_pays_for_what_it_does_not_use(tmp_path: Path, argv: list[str]) -> None:
     code = (
         "import sys\n"

@@ -66,23 +66,24 @@ class Daemon:
         finally:
             self._kill_all()
             if error is not None:
-                error.args = (*error.args, self.story()) if hasattr(error, "args") else error.args
+                print(self.story())
             shutil.rmtree(self.home, ignore_errors=True)
 
     def start(self, *, wait: bool = True) -> Daemon:
         """Start the daemon, and wait until it answers."""
+        self.start_as(wait=wait)
+        return self
+
+    def start_as(self, *, wait: bool = True, **options: Any) -> None:
+        """Start it with other options of Popen."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "supervisord", "run", "--config", str(self.config)],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=self._env,
+                **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "env": self._env, **options},
             )
         if wait:
             wait_until(lambda: self._answers() or self._ended(), 30, "the daemon to answer")
             assert self.process.poll() is None, self.story()
-        return self
 
     def stop(self, timeout_s: float = 120) -> int | None:
         """SIGTERM, and its exit code."""
@@ -201,7 +202,7 @@ class Daemon:
 
     def _answers(self) -> bool:
         with contextlib.suppress(client.ControlError):
-            return bool(self.status())
+            return self.process is not None and bool(self.status()["supervisor"]["pid"] == self.process.pid)
         return False
 
     def _ended(self) -> bool:
@@ -225,7 +226,8 @@ def engine_toml(name: str, command: list[str], port: int, model: str, extra: str
 
 
 def _tail(path: Path, characters: int = 6000) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-characters:]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(line for line in lines if '"GET /' not in line)[-characters:]
 
 
 def _describe(pids: list[int]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,15 +34,17 @@ def pids() -> Iterator[int]:
 
 def engine_processes(state_dir: Path) -> list[Seen]:
     """Living processes of all engines of one state directory."""
-    wanted = _STATE + os.fsencode(state_dir)
-    found = []
-    for pid in pids():
-        variables = _environment(pid)
-        if wanted in variables and alive(pid):
-            engine = next((v[len(_ENGINE) :] for v in variables if v.startswith(_ENGINE)), b"?")
-            generation = next((v[len(_GENERATION) :] for v in variables if v.startswith(_GENERATION)), b"0")
-            found.append(Seen(pid, engine.decode(), int(generation)))
-    return found
+    return Looker(state_dir).look()
+
+
+def marks_of(pid: int, state_dir: Path) -> Seen | None:
+    """What a process says, if it is one of an engine of this state directory."""
+    variables = _environment(pid)
+    if _STATE + os.fsencode(state_dir) not in variables:
+        return None
+    engine = next((v[len(_ENGINE) :] for v in variables if v.startswith(_ENGINE)), b"?")
+    generation = next((v[len(_GENERATION) :] for v in variables if v.startswith(_GENERATION)), b"0")
+    return Seen(pid, engine.decode(), int(generation))
 
 
 def processes_using(prefix: str) -> list[int]:
@@ -79,7 +82,7 @@ class Watcher:
     """Looks at the engines of a state directory all the time; keeps every sight of two generations of one engine."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
+        self._looker = Looker(state_dir)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.twins: list[str] = []
@@ -97,7 +100,29 @@ class Watcher:
     def _run(self) -> None:
         while not self._end.wait(0.01):
             self.looks += 1
-            self.twins += twins(engine_processes(self._state_dir), self.highest)
+            self.twins += twins(self._looker.look(), self.highest)
+
+
+class Looker:
+    """Engine processes again and again, cheaply: what a process was started with is read once.
+
+    A process of nobody is read again after a moment: it may have been between fork and exec.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._known: dict[int, tuple[float, Seen | None]] = {}
+
+    def look(self) -> list[Seen]:
+        """Living processes of all engines."""
+        now = time.monotonic()
+        here = set(pids())
+        self._known = {pid: known for pid, known in self._known.items() if pid in here}
+        for pid in here:
+            at, seen = self._known.get(pid, (0.0, None))
+            if seen is None and now - at > 0.2:
+                self._known[pid] = (now, marks_of(pid, self._state_dir))
+        return [seen for _, seen in self._known.values() if seen is not None and alive(seen.pid)]
 
 
 def twins(found: list[Seen], highest: dict[str, int]) -> list[str]:
@@ -114,8 +139,3 @@ def _environment(pid: int) -> frozenset[bytes]:
             return frozenset(file.read().split(b"\0"))
     except OSError:
         return frozenset()
-
-
-def without(environment: Mapping[str, str], *names: str) -> dict[str, str]:
-    """A copy of an environment that lacks these."""
-    return {name: value for name, value in environment.items() if name not in names}

@@ -24,7 +24,7 @@ def seconds_between(first: Document, second: Document) -> float:
 
 def shared_memory_of(pids: list[int]) -> set[Path]:
     pages = [Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace") for pid in pids]
-    links = [os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    links = [str(fd.readlink()) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
     return {Path(found) for found in re.findall(r"/dev/shm/[^\s/]+", "\n".join([*pages, *links]))}
 
 
@@ -85,7 +85,7 @@ def test_exit_codes_and_a_backoff_that_status_shows(tmp_path: Path) -> None:
     with Daemon(section(sim)) as daemon, Watcher(daemon.state_dir) as watcher:
         daemon.start()
         daemon.wait_state("a", "ready")
-        for number, code in enumerate((0, 1, 3), 1):
+        for number, code in enumerate((0, 1), 1):
 
             def leave(_: list[int], number: int = number, code: int = code) -> None:
                 sim.mood.set(exit={"code": code})

@@ -1,0 +1,354 @@
+"""What must hold after every single step, each as a function of its own.
+
+`Step` is one step with what the core knew; `Outside` is what really exists (the model of the world, see world.py),
+where there is one. A function that is broken raises `InvariantError`, which carries its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any, Final, NoReturn, Protocol
+
+from supervisord.core import lifecycle
+from supervisord.core import node as reducer
+from supervisord.core.messages import (
+    Action,
+    AnnounceReady,
+    Booted,
+    Due,
+    EndRequested,
+    EngineObservation,
+    Exited,
+    Finish,
+    GateClosed,
+    Launch,
+    Observation,
+    PortForeign,
+    Reconfigured,
+    Record,
+    Reply,
+    Requested,
+    Sampled,
+    Spawned,
+    SpawnFailed,
+    Sweep,
+    Swept,
+    Terminate,
+    WarmedUp,
+    What,
+)
+from supervisord.core.model import (
+    After,
+    Backoff,
+    Draining,
+    Engine,
+    Node,
+    Ready,
+    State,
+    Waiting,
+)
+
+
+class InvariantError(AssertionError):
+    """An invariant does not hold; `name` says which."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One observation and what became of it."""
+
+    before: Node
+    seen: Observation
+    now: float
+    after: Node
+    actions: tuple[Action, ...]
+    wakeup: Callable[[Node], float | None] = reducer.wakeup
+
+
+class Outside(Protocol):
+    """What the world tells about itself."""
+
+    def generations(self, engine: str) -> set[int]:
+        """Generations of which some process lives."""
+
+    def plan_of(self, engine: str) -> str | None:
+        """The launch plan of the process that lives."""
+
+    @property
+    def announced(self) -> int:
+        """How often this daemon has said READY=1."""
+
+    def budgeted(self, engine: str) -> list[float]:
+        """When restarts that cost budget were decided, of launch plans that had never been ready."""
+
+
+def _fail(check: Callable[..., None], text: str) -> NoReturn:
+    raise InvariantError(check.__name__, text)
+
+
+def brief(node: Node) -> str:
+    """A node without its configuration."""
+    return "; ".join(
+        f"{name}: generation {e.generation}, launching {e.launching}, wanted {e.wanted}, removed {e.removed}, {e.phase}"
+        for name, e in node.engines.items()
+    )
+
+
+def _engine_of(step: Step, name: str) -> Engine | None:
+    return step.after.engines.get(name) or step.before.engines.get(name)
+
+
+# --- of one step alone ------------------------------------------------------------------------------------------------
+
+
+def states_follow_the_diagram(step: Step) -> None:
+    """Only the transitions of the design, also over two phases within one step (engine by engine, end to end)."""
+    allowed = lifecycle.TRANSITIONS
+    for name, new in step.after.engines.items():
+        old = step.before.engines.get(name)
+        if old is None or old.state is new.state:
+            continue
+        reached = allowed[old.state] | {third for second in allowed[old.state] for third in allowed[second]}
+        if new.state not in reached:
+            _fail(states_follow_the_diagram, f"{name}: {old.state.value} -> {new.state.value}")
+
+
+def actions_name_the_living_generation(step: Step) -> None:
+    """Nothing is done to a generation that is not the engine's current or launching one."""
+    for action in step.actions:
+        if isinstance(action, Record | Reply | AnnounceReady | Finish):
+            continue
+        engine = _engine_of(step, action.engine)
+        if engine is None and isinstance(step.seen, Booted):
+            continue
+        if engine is None or action.generation not in {engine.generation, engine.launching}:
+            _fail(actions_name_the_living_generation, f"{action} of {engine}")
+
+
+RESTING: Final = frozenset({State.STOPPED, State.READY, State.FAILED})
+
+
+def transient_states_are_timed(step: Step) -> None:
+    """Every state but stopped, ready, failed and an operator's drain has a deadline."""
+    for name, engine in step.after.engines.items():
+        held = isinstance(engine.phase, Draining) and engine.phase.after is After.HOLD
+        if engine.state in RESTING or held:
+            continue
+        at = step.wakeup(replace(step.after, engines={name: engine}, announce_ready_at=None))
+        if at is None or not isfinite(at):
+            _fail(transient_states_are_timed, f"{name} is {engine.state.value} for ever: {engine.phase}")
+
+
+def the_clock_moves_on(step: Step) -> None:
+    """After the clock was due, it is due later: no busy loop."""
+    if not (isinstance(step.seen, Due) and step.seen.what is What.CLOCK):
+        return
+    at = step.wakeup(step.after)
+    if at is not None and at <= step.now:
+        _fail(the_clock_moves_on, f"due again at {at}, now is {step.now}: {brief(step.after)}")
+
+
+def no_launch_while_ending_or_unwanted(step: Step) -> None:
+    """A daemon that ends starts nothing, and nobody starts what nobody wants."""
+    for action in step.actions:
+        if not isinstance(action, Launch):
+            continue
+        engine = step.after.engines.get(action.engine)
+        if step.after.ending or engine is None or not engine.wanted or engine.removed:
+            _fail(no_launch_while_ending_or_unwanted, f"{action} of {engine}, ending is {step.after.ending}")
+
+
+def one_launch_at_a_time(step: Step) -> None:
+    """A launch is asked for only while none is outstanding and the core believes that nothing lives."""
+    for action in step.actions:
+        if not isinstance(action, Launch):
+            continue
+        before = step.before.engines.get(action.engine)
+        answered = isinstance(step.seen, Spawned | GateClosed | SpawnFailed) and step.seen.engine == action.engine
+        if before is not None and before.launching is not None and not answered:
+            _fail(one_launch_at_a_time, f"{action} while launching {before.launching}")
+
+
+def is_stale(node: Node, seen: Observation) -> bool:
+    """A message about a generation that is neither the engine's present nor its launching one, or of no engine."""
+    if not isinstance(seen, EngineObservation):
+        return False
+    engine = node.engines.get(seen.engine)
+    if engine is None:
+        return True
+    if isinstance(seen, Spawned | GateClosed | SpawnFailed):
+        return seen.generation != engine.launching
+    return seen.generation != (engine.generation if engine.launching is None else engine.launching)
+
+
+def stale_messages_change_nothing(step: Step) -> None:
+    """The node stays as it is, and nothing is done or said."""
+    if not is_stale(step.before, step.seen):
+        return
+    done = [action for action in step.actions if not isinstance(action, Finish)]
+    if step.after != step.before or done:
+        _fail(stale_messages_change_nothing, f"{step.seen}: {brief(step.before)} -> {brief(step.after)}, {done}")
+
+
+def ends_only_on_evidence(step: Step) -> None:
+    """SIGTERM and SIGKILL follow an exit, a passed deadline or a request; never missing data, never a bare tick."""
+    for action in step.actions:
+        if isinstance(action, Terminate | Sweep) and not _is_evidence(step, action):
+            _fail(ends_only_on_evidence, f"{action} because of {step.seen}")
+
+
+def _is_evidence(step: Step, action: Terminate | Sweep) -> bool:
+    match step.seen:
+        case Booted() | Requested() | Reconfigured() | EndRequested():
+            return True
+        case Exited() | Spawned() | PortForeign() | Swept():
+            return step.seen.engine == action.engine
+        case WarmedUp():
+            return step.seen.warmup.problem is not None
+        case Sampled():
+            return step.seen.sample.running == 0 and step.seen.sample.waiting == 0
+        case Due(what=What.CLOCK):
+            engine = step.before.engines[action.engine]
+            return any(at <= step.now for at in lifecycle.deadlines(engine))
+        case _:
+            return False
+
+
+def every_request_is_answered_once(step: Step) -> None:
+    """One reply, to the request that was made."""
+    replies = Counter(action.request for action in step.actions if isinstance(action, Reply))
+    asked = getattr(step.seen, "request", None)
+    if replies != (Counter() if asked is None else Counter([asked])):
+        _fail(every_request_is_answered_once, f"{step.seen}: {step.actions}")
+
+
+def finish_means_nothing_lives(step: Step) -> None:
+    """Finish comes exactly when the daemon is ending and only stopped or failed engines are left."""
+    over = step.after.ending and all(e.state in {State.STOPPED, State.FAILED} for e in step.after.engines.values())
+    if over != any(isinstance(action, Finish) for action in step.actions):
+        _fail(finish_means_nothing_lives, f"{step.actions} with {brief(step.after)}")
+
+
+def generations_only_grow(step: Step) -> None:
+    """A generation number is never taken back, and one spawn adds one."""
+    for name, new in step.after.engines.items():
+        old = step.before.engines.get(name)
+        if (
+            old is not None
+            and not isinstance(step.seen, Booted)
+            and new.generation
+            not in {
+                old.generation,
+                old.generation + 1,
+            }
+        ):
+            _fail(generations_only_grow, f"{name}: {old.generation} -> {new.generation}")
+
+
+def since_moves_with_the_state(step: Step) -> None:
+    """`since` is when the state that people see was entered, and nothing else moves it."""
+    for name, new in step.after.engines.items():
+        old = step.before.engines.get(name)
+        if old is not None and old.state is new.state and new.since != old.since:
+            _fail(since_moves_with_the_state, f"{name}: {old.since} -> {new.since} at {step.now}")
+        if old is not None and old.state is not new.state and new.since != step.now:
+            _fail(since_moves_with_the_state, f"{name} is {new.state.value} since {new.since}, now is {step.now}")
+
+
+STEP_INVARIANTS: Final = (
+    states_follow_the_diagram,
+    actions_name_the_living_generation,
+    transient_states_are_timed,
+    the_clock_moves_on,
+    no_launch_while_ending_or_unwanted,
+    one_launch_at_a_time,
+    stale_messages_change_nothing,
+    ends_only_on_evidence,
+    every_request_is_answered_once,
+    finish_means_nothing_lives,
+    generations_only_grow,
+    since_moves_with_the_state,
+)
+
+
+def check(step: Step) -> None:
+    """All of the above."""
+    for invariant in STEP_INVARIANTS:
+        invariant(step)
+
+
+# --- with the world ---------------------------------------------------------------------------------------------------
+
+
+def never_two_live_generations(_: Node, __: float, world: Outside, engine: Engine) -> None:
+    """The one promise that must never break: one engine, one generation."""
+    alive = world.generations(engine.spec.name)
+    if len(alive) > 1:
+        _fail(never_two_live_generations, f"{engine.spec.name}: {sorted(alive)}")
+
+
+def rest_means_gone(_: Node, __: float, world: Outside, engine: Engine) -> None:
+    """Where the core says that nothing of an engine lives, nothing of it lives."""
+    alive = world.generations(engine.spec.name)
+    if alive and not engine.live:
+        _fail(rest_means_gone, f"{engine.spec.name} is {engine.state.value}, but {sorted(alive)} live")
+
+
+def ready_runs_the_present_plan(_: Node, __: float, world: Outside, engine: Engine) -> None:
+    """A configuration that was accepted is the one that serves, and the core knows which one runs."""
+    if isinstance(engine.phase, Ready):
+        runs = world.plan_of(engine.spec.name)
+        if runs is not None and (runs, runs) != (engine.plan_id, engine.running_plan_id):
+            text = f"{engine.spec.name} runs {runs}, wanted {engine.plan_id}, believed {engine.running_plan_id}"
+            _fail(ready_runs_the_present_plan, text)
+
+
+def restarts_stay_in_budget(_: Node, now: float, world: Outside, engine: Engine) -> None:
+    """At most `max_restarts` in the window, counted from outside."""
+    spec, name = engine.spec.restart, engine.spec.name
+    counted = [at for at in world.budgeted(name) if at > now - spec.max_restarts_window_s]
+    if len(counted) > spec.max_restarts:
+        _fail(restarts_stay_in_budget, f"{name}: {counted}, max_restarts = {spec.max_restarts}")
+
+
+def an_unwanted_engine_goes(_: Node, __: float, ___: Outside, engine: Engine) -> None:
+    """Nobody wants it: it is on its way out (or out), never waiting for its start."""
+    if not engine.wanted and isinstance(engine.phase, Backoff | Waiting) and engine.launching is None:
+        _fail(an_unwanted_engine_goes, f"{engine.spec.name} is {engine.state.value}")
+
+
+WORLD_INVARIANTS: Final = (
+    never_two_live_generations,
+    rest_means_gone,
+    ready_runs_the_present_plan,
+    restarts_stay_in_budget,
+    an_unwanted_engine_goes,
+)
+
+
+def what_was_saved_survives(_: Outside, before: Node, after: Node) -> None:
+    """A daemon that comes after another in the same boot wants what that one wanted, and counts on."""
+    for name, old in before.engines.items():
+        new = after.engines.get(name)
+        if new is not None and not old.removed and (new.wanted, new.generation >= old.generation) != (old.wanted, True):
+            _fail(what_was_saved_survives, f"{name}: {brief(before)} -> {brief(after)}")
+
+
+def ready_is_said_once(world: Outside, node: Node) -> None:
+    """READY=1 once in the life of a daemon."""
+    if world.announced > 1 or (node.announce_ready_at is None) != (world.announced == 1):
+        _fail(ready_is_said_once, f"said {world.announced} times, due {node.announce_ready_at}")
+
+
+def forgotten_means_gone(world: Outside, node: Node, names: Mapping[str, Any]) -> None:
+    """An engine that the node does not know any more has no process."""
+    for name in names:
+        if name not in node.engines and world.generations(name):
+            _fail(forgotten_means_gone, f"{name}: {sorted(world.generations(name))}")

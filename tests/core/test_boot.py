@@ -1,0 +1,215 @@
+"""The start of the daemon: what an earlier one left is adopted or ended, never doubled; and READY=1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from supervisord.core.messages import (
+    Abandon,
+    Adopt,
+    AnnounceReady,
+    Booted,
+    Due,
+    Exited,
+    GateClosed,
+    Launch,
+    Severity,
+    Sweep,
+    Swept,
+    Terminate,
+    WatchPort,
+    What,
+)
+from supervisord.core.model import After, Failed, FailedKind, Found, State, Stopping
+from supervisord.core.spec import EngineSpec
+from tests.core.play import T0, Play, engine_spec, new_node, node_spec, process
+
+
+def found(
+    generation: int = 3, *, main: bool = True, plan: str | None = "p1", name: str = "a", left: tuple[str, ...] = ()
+) -> Found:
+    lives = process(generation) if main else None
+    return Found(name, generation, lives, left or ("pid 103 (vllm)",), plan)
+
+
+def boot(*left: Found, engines: tuple[EngineSpec, ...] = (engine_spec(),), **fields: Any) -> Play:
+    """A daemon starts, with its engine "a" restored with these fields."""
+    play = Play(new_node(node_spec(*engines)))
+    if fields:
+        play.change(**fields)
+    return play.see(Booted(left))
+
+
+# --- nothing left ---
+
+
+def test_autostart() -> None:
+    boot().does(Launch("a", 1), AnnounceReady).is_(State.STARTING)
+    boot(engines=(engine_spec(autostart=False),)).does(AnnounceReady).is_(State.STOPPED)
+
+
+def test_generations_go_on() -> None:
+    boot(generation=7).does(Launch("a", 8), AnnounceReady)
+
+
+def test_an_operators_stop_is_remembered() -> None:
+    boot(wanted=False).does(AnnounceReady).is_(State.STOPPED)
+
+
+def test_a_crash_loop_is_remembered() -> None:
+    boot(phase=Failed(FailedKind.CRASH_LOOP, "x")).does(AnnounceReady).is_(State.FAILED)
+
+
+# --- adopted ---
+
+
+def test_wanted_as_it_runs_is_adopted() -> None:
+    play = boot(found()).does(Adopt("a", 3), WatchPort("a", 3), AnnounceReady).is_(State.STARTING).says("adopted")
+    engine = play.engine()
+    assert (engine.generation, engine.process, engine.running_plan_id, engine.launching) == (3, process(3), "p1", None)
+    assert "generation 3 (pid 103 (vllm)); adopted" in play.record("adopted").message
+    assert play.wakeup == T0 + 600.0
+
+
+def test_an_adopted_engine_that_was_ready_is_not_warmed_again() -> None:
+    boot(found(), warm_generation=3).answer().is_(State.READY)
+
+
+def test_an_adopted_engine_that_was_not_yet_ready_is() -> None:
+    boot(found(), warm_generation=2).answer().is_(State.WARMING)
+
+
+def test_an_adopted_engine_that_died_meanwhile_is_a_crash() -> None:
+    play = boot(found()).see(Exited("a", 3, None, None)).does(Abandon, Sweep).see(Swept("a", 3)).is_(State.BACKOFF)
+    play.wake().does(Launch("a", 4))
+
+
+def test_the_counts_go_on_from_the_higher_number() -> None:
+    assert boot(found(3), generation=2).engine().generation == 3
+    assert boot(found(3), generation=5).engine().generation == 5
+
+
+def test_an_adopted_engine_holds_its_gpu_until_it_answers() -> None:
+    engines = (engine_spec("a", gpus=("GPU-0",)), engine_spec("b", gpus=("GPU-0",)))
+    play = boot(found(), engines=engines, warm_generation=3).is_(State.WAITING, "b").answer().is_(State.STARTING, "b")
+    assert play.engine().state is State.READY
+
+
+def test_what_lives_is_adopted_even_if_it_was_given_up_on() -> None:
+    boot(found(), phase=Failed(FailedKind.CRASH_LOOP, "x")).is_(State.STARTING)
+
+
+# --- ended ---
+
+
+@pytest.mark.parametrize("plan", ["p0", None])
+def test_another_plan_is_ended_and_the_right_one_started(plan: str | None) -> None:
+    play = boot(found(plan=plan)).does(Adopt("a", 3), Abandon("a", 3), Terminate("a", 3), AnnounceReady)
+    play.is_(State.STOPPING).says("leftover", "stopping")
+    assert play.phase(Stopping).after is After.START
+    assert play.record("leftover").severity is Severity.WARNING
+    assert "ended: it is not wanted as it runs" in play.record("leftover").message
+    play.see(Exited("a", 3, 0, None)).see(Swept("a", 3)).does(Launch("a", 4))
+
+
+def test_what_nobody_wants_is_ended() -> None:
+    play = boot(found(), wanted=False).does(Adopt, Abandon, Terminate, AnnounceReady).is_(State.STOPPING)
+    play.see(Exited("a", 3, 0, None)).see(Swept("a", 3)).is_(State.STOPPED).does()
+
+
+@pytest.mark.parametrize("warm", [3, 2])
+def test_sigterm_is_repeated_if_it_may_still_initialise(warm: int) -> None:
+    """The daemon that started it is gone; all we know is whether that one ever saw it ready."""
+    play = boot(found(plan="p0"), warm_generation=warm)
+    assert play.phase(Stopping).repeat_at == (None if warm == 3 else T0 + 2.0)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("plan", ["p1", "p0"])
+def test_a_main_process_that_is_gone_leaves_only_orphans_to_sweep(wanted: bool, plan: str) -> None:
+    play = boot(found(main=False, plan=plan), wanted=wanted)
+    play.does(Adopt("a", 3), Abandon("a", 3), Sweep("a", 3), AnnounceReady).is_(State.STOPPING)
+    play.says("leftover", "killing")
+    assert "ended: its main process is gone" in play.record("leftover").message
+    play.see(Swept("a", 3, ("pid 104 (VLLM::EngineCor)",))).wake().does(Sweep("a", 3)).see(Swept("a", 3))
+    if wanted:
+        play.does(Launch("a", 4))
+    else:
+        play.does().is_(State.STOPPED)
+
+
+def test_nothing_is_started_beside_an_orphan_that_does_not_die() -> None:
+    play = boot(found(main=False)).clock(30.0).is_(State.FAILED).does()
+    assert play.phase(Failed).kind is FailedKind.UNKILLABLE
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_an_engine_that_is_not_configured_any_more_is_ended_and_forgotten(main: bool) -> None:
+    play = boot(found(name="ghost", main=main), found())
+    assert play.engine("ghost").removed
+    play.is_(State.STOPPING, "ghost").is_(State.STARTING, "a")
+    play.see(Exited("ghost", 3, 0, None)).see(Swept("ghost", 3)).says("removed")
+    assert set(play.node.engines) == {"a"}
+
+
+def test_a_record_of_which_nothing_lives() -> None:
+    play = boot(Found("a", 3, None, (), "p1")).does(Adopt, Abandon, Sweep, AnnounceReady)
+    play.see(Swept("a", 3)).does(Launch("a", 4))
+
+
+# --- READY=1 ---
+
+
+def announces(play: Play) -> bool:
+    return any(isinstance(action, AnnounceReady) for action in play.actions)
+
+
+def test_at_once_by_default() -> None:
+    play = boot()
+    assert announces(play)
+    assert not announces(play.clock(1.0).spawn())
+
+
+def waiting_to_be_ready(*engines: EngineSpec) -> Play:
+    return Play(new_node(node_spec(*(engines or (engine_spec(),)), ready_timeout_s=100.0))).see(Booted())
+
+
+def test_when_all_have_settled() -> None:
+    play = waiting_to_be_ready(engine_spec("a"), engine_spec("b"))
+    assert not announces(play.up("a"))
+    assert announces(play.spawn("b").answer("b").warm("b"))
+
+
+def test_or_when_the_time_has_passed() -> None:
+    play = waiting_to_be_ready()
+    assert play.wakeup == T0 + 100.0
+    assert not announces(play.clock(99.9))
+    assert announces(play.clock(0.1))
+    assert play.wakeup == T0 + 600.0
+
+
+def test_a_gate_a_failure_or_an_operators_stop_does_not_hold_it_back() -> None:
+    assert announces(waiting_to_be_ready().see(GateClosed("a", 1, "port_held", "x")))
+    assert announces(Play(new_node(node_spec(engine_spec(), ready_timeout_s=9.0))).change(wanted=False).see(Booted()))
+
+
+def test_a_back_off_does() -> None:
+    play = waiting_to_be_ready().spawn().see(Exited("a", 1, 0, None))
+    assert not announces(play.see(Swept("a", 1)).is_(State.BACKOFF))
+
+
+def test_engines_that_do_not_start_by_themselves_are_not_waited_for() -> None:
+    play = Play(new_node(node_spec(engine_spec(autostart=False), ready_timeout_s=100.0))).change(wanted=True)
+    assert announces(play.see(Booted()).is_(State.STARTING))
+
+
+def test_nor_is_one_that_is_not_configured_any_more() -> None:
+    play = Play(new_node(node_spec(ready_timeout_s=100.0))).see(Booted((found(name="ghost"),)))
+    assert announces(play)
+
+
+def test_no_daemon_is_ready_before_it_has_booted() -> None:
+    play = Play(new_node(node_spec(engine_spec()))).see(Due(What.WATCHDOG)).does_nothing()
+    assert play.wakeup is None

@@ -1,0 +1,247 @@
+"""Every invariant is shown to bite: a core with one small mistake is driven by the same machine, and is found out."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from supervisord.core.messages import Booted
+from tests.core.invariants import STEP_INVARIANTS, WORLD_INVARIANTS, InvariantError
+from tests.core.mutants import Mutant, load
+from tests.core.play import engine_spec, new_node, node_spec
+from tests.core.test_machine import SETTINGS, NodeMachine
+from tests.core.world import core_of
+
+
+def mutant(name: str, module: str, old: str, new: str, *caught_by: str) -> Mutant:
+    return Mutant(name, module, old, new, frozenset(caught_by))
+
+
+MUTANTS: Final = (
+    mutant(
+        "messages of the last generation are heard while the next is launched",
+        "node",
+        "if seen.generation != expected or of_launch is (engine.launching is None):",
+        "if seen.generation != expected:",
+        "stale_messages_change_nothing",
+    ),
+    mutant(
+        "generations are not compared",
+        "node",
+        "if seen.generation != expected or of_launch is (engine.launching is None):",
+        "if of_launch is (engine.launching is None):",
+        "stale_messages_change_nothing",
+    ),
+    mutant(
+        "what is left after SIGKILL is overlooked",
+        "ending",
+        "    if seen.remaining:\n        turn.put",
+        "    if False:\n        turn.put",
+        "rest_means_gone",
+        "never_two_live_generations",
+    ),
+    mutant(
+        "what an earlier daemon left is overlooked",
+        "node",
+        "        _take_over(turn, left)",
+        "        pass",
+        "rest_means_gone",
+        "forgotten_means_gone",
+        "never_two_live_generations",
+    ),
+    mutant(
+        "a leftover without its main process is not swept",
+        "node",
+        "        ending.kill(turn, engine, after, cause)",
+        "        pass",
+        "rest_means_gone",
+        "forgotten_means_gone",
+    ),
+    mutant(
+        "a launch does not wait for the answer of the last",
+        "admission",
+        "if turn.node.ending or engine.launching is not None:",
+        "if turn.node.ending:",
+        "one_launch_at_a_time",
+    ),
+    mutant(
+        "an engine is started after it was stopped",
+        "ending",
+        "    if phase.after is After.STOP or turn.node.ending or not engine.wanted:\n",
+        "    if phase.after is After.STOP:\n        admission.admit(turn, engine)\n    elif False:\n",
+        "no_launch_while_ending_or_unwanted",
+    ),
+    mutant(
+        "a stop leaves an engine in its back-off",
+        "requests",
+        '            turn.enter(engine, Stopped())\n            turn.record("stopped"',
+        '            turn.record("stopped"',
+        "an_unwanted_engine_goes",
+    ),
+    mutant(
+        "the restart budget is not asked",
+        "ending",
+        "if len(times) <= spec.max_restarts:",
+        "if True:",
+        "restarts_stay_in_budget",
+    ),
+    mutant(
+        "SIGKILL has no deadline",
+        "lifecycle",
+        "            yield phase.give_up_at\n",
+        "",
+        "transient_states_are_timed",
+    ),
+    mutant(
+        "a drain is looked at without pause",
+        "ending",
+        "next_look_at=turn.now + DRAIN_LOOK_S",
+        "next_look_at=phase.next_look_at",
+        "the_clock_moves_on",
+    ),
+    mutant(
+        "the port of another generation is watched",
+        "starting",
+        "turn.do(WatchPort(engine.spec.name, engine.generation))",
+        "turn.do(WatchPort(engine.spec.name, engine.generation - 1))",
+        "actions_name_the_living_generation",
+    ),
+    mutant(
+        "an unknown number of requests is none",
+        "ending",
+        "idle = sample.running == 0 and sample.waiting == 0",
+        "idle = not sample.running and not sample.waiting",
+        "ends_only_on_evidence",
+    ),
+    mutant(
+        "a request is not answered",
+        "requests",
+        '_accept(turn, seen, f"{name} is draining already")',
+        "pass",
+        "every_request_is_answered_once",
+    ),
+    mutant(
+        "the daemon finishes at once",
+        "node",
+        "if turn.node.ending and not any(e.live and not isinstance(e.phase, Failed) for e in turn.engines()):",
+        "if turn.node.ending:",
+        "finish_means_nothing_lives",
+    ),
+    mutant(
+        "READY=1 is said again and again",
+        "node",
+        "    if at is None:\n        return\n",
+        "    if at is None:\n        at = 0.0\n",
+        "ready_is_said_once",
+    ),
+    mutant(
+        "a changed launch plan is not applied to an engine that serves",
+        "requests",
+        "Starting | Warming | Ready | Waiting)",
+        "Starting | Warming | Waiting)",
+        "ready_runs_the_present_plan",
+    ),
+    mutant(
+        "a changed launch plan is not applied to an engine that is being launched",
+        "requests",
+        "Starting | Warming | Ready | Waiting)",
+        "Warming | Ready)",
+        "ready_runs_the_present_plan",
+    ),
+    mutant(
+        "an engine that is drained comes back with its old plan",
+        "requests",
+        "case Draining() if engine.running_plan_id != engine.plan_id:",
+        "case Draining() if False:",
+        "ready_runs_the_present_plan",
+    ),
+    mutant(
+        "every look at a state begins it anew",
+        "turn",
+        "since = engine.since if new is engine.state else self.now",
+        "since = self.now",
+        "since_moves_with_the_state",
+    ),
+    mutant(
+        "generations are counted twice",
+        "starting",
+        "generation=seen.generation,",
+        "generation=seen.generation + 1,",
+        "generations_only_grow",
+    ),
+    mutant(
+        "a state is left in a way that the diagram does not know",
+        "requests",
+        "            ending.stop(turn, engine, After.STOP, cause, at_once=seen.at_once)\n",
+        "            turn.put(replace(engine, phase=Stopped(), since=turn.now))\n",
+        "states_follow_the_diagram",
+        "rest_means_gone",
+    ),
+    mutant(
+        "an engine is forgotten while it runs",
+        "requests",
+        "    engine = turn.put(replace(engine, removed=True, wanted=False))\n    if engine.live:",
+        "    engine = turn.put(replace(engine, removed=True, wanted=False))\n    if not engine.live:",
+        "forgotten_means_gone",
+    ),
+    mutant(
+        "an operator's stop does not survive the daemon",
+        "durable",
+        '"wanted": engine.wanted,',
+        '"wanted": True,',
+        "what_was_saved_survives",
+    ),
+    mutant(
+        "SIGKILL follows late",
+        "ending",
+        "kill_at = turn.now + spec.stop_timeout_s",
+        "kill_at = turn.now + 9 * spec.stop_timeout_s",
+        "stop_converges",
+        "end_converges",
+    ),
+    mutant(
+        "a second order to end is not obeyed at once",
+        "requests",
+        "case Stopping(exited=False, sweeping=False) | Draining() if again:",
+        "case Draining() if again and not again:",
+        "end_converges",
+    ),
+    mutant(
+        "back-off has no end",
+        "ending",
+        "case Backoff() if turn.now >= phase.until:",
+        "case Backoff() if turn.now >= phase.until and engine.failures < 1:",
+        "the_clock_moves_on",
+    ),
+)
+
+BY_MACHINE: Final = settings(SETTINGS, max_examples=500, phases=[Phase.generate])
+NAMES: Final = {check.__name__ for check in (*STEP_INVARIANTS, *WORLD_INVARIANTS)} | {
+    "forgotten_means_gone",
+    "ready_is_said_once",
+    "what_was_saved_survives",
+    "stop_converges",
+    "end_converges",
+}
+
+
+@pytest.mark.parametrize("mistake", MUTANTS, ids=lambda mistake: mistake.name.replace(" ", "-"))
+def test_a_mistake_is_found_out(mistake: Mutant) -> None:
+    machine = type("MutantMachine", (NodeMachine,), {"core": core_of(load(mistake))})
+    with pytest.raises(InvariantError) as broken:
+        run_state_machine_as_test(machine, settings=BY_MACHINE)
+    assert broken.value.name in mistake.caught_by
+
+
+def test_the_same_core_loaded_anew_is_whole() -> None:
+    core = core_of(load(None))
+    node = new_node(node_spec(engine_spec()))
+    assert core.step(node, Booted(), 1.0)[0] is not node
+    assert core.save(node)["a"]["wanted"]
+
+
+def test_every_invariant_has_its_mutant() -> None:
+    assert NAMES - {name for mistake in MUTANTS for name in mistake.caught_by} == set()

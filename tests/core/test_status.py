@@ -1,0 +1,273 @@
+"""The status document: every field always there, unknown is null, and it keeps to its schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from supervisord.core import status
+from supervisord.core.model import (
+    After,
+    Backoff,
+    Draining,
+    Engine,
+    ExitClass,
+    Failed,
+    FailedKind,
+    Gpu,
+    LastExit,
+    Node,
+    Phase,
+    Process,
+    Progress,
+    Ready,
+    Reason,
+    Sample,
+    Starting,
+    Stopped,
+    Stopping,
+    Waiting,
+    Warming,
+    Warmup,
+)
+from supervisord.core.spec import EngineSpec, NodeSpec
+
+NOW = 1000.0
+WALL = 1_800_000_000.0
+CAUSE = Reason("operator", "stop requested by uid 0 pid 1")
+GIB = 1024**3
+
+PHASES: list[tuple[Phase, list[tuple[str, str]]]] = [
+    (Stopped(), []),
+    (Waiting(Reason("port_held", "port 8001 is held by 77 nginx"), NOW + 5), [("port_held", "port 8001 is held")]),
+    (Starting(NOW - 4, NOW + 90), [("starting", "does not answer yet; last progress 4 s ago")]),
+    (
+        Starting(NOW + 1, NOW + 90, Progress(3 * GIB, GIB // 2, 214)),
+        [("starting", "3.0 GiB read, 0.5 GiB in host memory, 214 different log lines; last progress 0 s ago")],
+    ),
+    (Warming(NOW + 9, "prefill, round 2"), [("warming", "prefill, round 2")]),
+    (Warming(NOW + 9), [("warming", "warm-up under way")]),
+    (Ready(), []),
+    (
+        Ready((Reason("slo", "TTFT p95 is 900 ms"), Reason("kv_pressure", "42 free"))),
+        [("slo", "900"), ("kv_pressure", "42")],
+    ),
+    (Draining(After.HOLD, None, CAUSE, NOW + 1), [("operator", "uid 0")]),
+    (Stopping(After.STOP, CAUSE, NOW + 60, NOW + 90), [("operator", "uid 0")]),
+    (Backoff(NOW + 38, Reason("exited", "exit code 1")), [("exited", "exit code 1")]),
+    (Failed(FailedKind.CRASH_LOOP, "6 failures"), [("crash_loop", "6 failures")]),
+]
+
+
+def stamp(at: float) -> str:
+    """A formatter that lets tests read seconds."""
+    return f"{at - WALL:+.1f}Z"
+
+
+def engine(phase: Phase, **fields: Any) -> Engine:
+    spec = EngineSpec(name="qwen", model="Qwen/Qwen3", port=8001, gpus=("GPU-a", "1"))
+    return Engine(spec=spec, plan_id="p", phase=phase, since=NOW - 60, **fields)
+
+
+def node(*engines: Engine, **fields: Any) -> Node:
+    return Node(spec=NodeSpec(), pid=7, since=NOW - 3600, engines={e.spec.name: e for e in engines}, **fields)
+
+
+def of(*engines: Engine, **fields: Any) -> dict[str, Any]:
+    return status.of(node(*engines, **fields), NOW, WALL, stamp)
+
+
+def one(phase: Phase, **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = of(engine(phase, **fields))["engines"][0]
+    return found
+
+
+def closed(schema: Any) -> Any:
+    """The schema, but nothing beyond what it names is allowed: finds fields that nobody documented."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: closed(part) for key, part in schema.items()}
+    return {**inner, "additionalProperties": False} if "properties" in schema else inner
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    schema = json.loads(files("supervisord").joinpath("status.schema.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(closed(schema))
+
+
+FULL = engine(
+    Ready((Reason("kv_pressure", "42 of 4000 blocks are free"),)),
+    wanted=True,
+    generation=3,
+    process=Process(4711, 1, "b"),
+    ready_since=NOW - 50,
+    warmup=Warmup(812.34, 401.26, 3),
+    sample=Sample(NOW - 2, 200, None, 3, 12, 4000, 42, 0.98951, host_bytes=3 * GIB, version="0.24.0"),
+    last_exit=LastExit(ExitClass.CUDA_APP, None, 6, NOW - 70, 2, "look at the engine's log"),
+)
+
+
+@pytest.mark.parametrize(("phase", "_told"), PHASES)
+def test_every_state_keeps_to_the_schema(validator: Draft202012Validator, phase: Phase, _told: object) -> None:
+    validator.validate(of(engine(phase)))
+    validator.validate(of(replace(FULL, phase=phase), config_error="cannot read it"))
+
+
+def test_a_node_of_many_keeps_to_the_schema(validator: Draft202012Validator) -> None:
+    gpus = {
+        "GPU-a": Gpu("GPU-a"),
+        "GPU-b": Gpu("GPU-b", 1, "H200", "hopper", "datacenter", 1.0, 2.0, 3.0, quarantined=True),
+    }
+    named = [replace(e, spec=replace(e.spec, name=f"e{i}")) for i, e in enumerate(engine(phase) for phase, _ in PHASES)]
+    validator.validate(of(*named, FULL, gpus=gpus))
+    validator.validate(of())
+
+
+@pytest.mark.parametrize(("phase", "told"), PHASES)
+def test_reasons_say_why_it_is_there(phase: Phase, told: list[tuple[str, str]]) -> None:
+    document = one(phase)
+    assert [reason["code"] for reason in document["reasons"]] == [code for code, _ in told]
+    for reason, (_, text) in zip(document["reasons"], told, strict=True):
+        assert text in reason["message"]
+
+
+def test_a_launch_without_its_process_is_said() -> None:
+    assert one(Starting(NOW, NOW + 9), launching=4)["reasons"][0]["message"] == "being launched"
+
+
+def test_health_is_told_only_when_ready() -> None:
+    assert one(Ready())["health"] == "ok"
+    assert one(Ready((CAUSE,)))["health"] == "degraded"
+    assert one(Draining(After.STOP, NOW, CAUSE, NOW))["health"] is None
+
+
+def test_next_start_comes_from_backoff_and_from_a_gate_that_nobody_tries_now() -> None:
+    gate = Waiting(CAUSE, NOW + 5)
+    assert one(Backoff(NOW + 38, CAUSE))["next_start_at"] == "+38.0Z"
+    assert one(gate)["next_start_at"] == "+5.0Z"
+    assert one(gate, launching=2)["next_start_at"] is None
+    assert one(Ready())["next_start_at"] is None
+
+
+def test_all_that_is_known() -> None:
+    document = of(FULL)["engines"][0]
+    assert document == {
+        "name": "qwen",
+        "model": "Qwen/Qwen3",
+        "port": 8001,
+        "gpus": ["GPU-a", "1"],
+        "wanted": "running",
+        "state": "ready",
+        "health": "degraded",
+        "reasons": [{"code": "kv_pressure", "message": "42 of 4000 blocks are free"}],
+        "since": "-60.0Z",
+        "generation": 3,
+        "pid": 4711,
+        "vllm_version": "0.24.0",
+        "restarts": 2,
+        "next_start_at": None,
+        "ready_since": "-50.0Z",
+        "kv": {"total_blocks": 4000, "free_blocks": 42, "usage": 0.9895, "age_s": 2.0},
+        "requests": {"running": 3, "waiting": 12},
+        "ranks": [],
+        "tokens_per_s": None,
+        "ttft_p95_ms": None,
+        "prefix_hit_rate": None,
+        "draft_acceptance_rate": None,
+        "memory": {
+            "gpu_mib": None,
+            "host_mib": 3072.0,
+            "gpu_creep_mib_per_h": None,
+            "host_creep_mib_per_h": None,
+            "exhausted_in_s": None,
+        },
+        "warmup": {"first_ms": 812.3, "settled_ms": 401.3, "rounds": 3},
+        "last_exit": {
+            "class": "cuda_app",
+            "code": None,
+            "signal": 6,
+            "at": "-70.0Z",
+            "generation": 2,
+            "advice": "look at the engine's log",
+        },
+    }
+
+
+def test_unknown_is_null_and_never_zero() -> None:
+    document = one(Stopped())
+    assert document["wanted"] == "stopped"
+    assert document["kv"] == {"total_blocks": None, "free_blocks": None, "usage": None, "age_s": None}
+    assert document["requests"] == {"running": None, "waiting": None}
+    assert document["memory"]["host_mib"] is None
+    assert document["warmup"] == {"first_ms": None, "settled_ms": None, "rounds": None}
+    assert (document["last_exit"], document["pid"], document["vllm_version"]) == (None, None, None)
+
+
+def test_a_sample_without_blocks_has_no_age() -> None:
+    assert one(Ready(), process=Process(1, 1, "b"), sample=Sample(NOW - 3))["kv"]["age_s"] is None
+
+
+def test_what_a_process_that_is_gone_said_is_not_the_present() -> None:
+    document = of(replace(FULL, process=None))["engines"][0]
+    assert document["kv"]["free_blocks"] is None
+    assert document["requests"]["running"] is None
+    assert document["vllm_version"] == "0.24.0"
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_unknown(odd: float) -> None:
+    document = one(Ready(), process=Process(1, 1, "b"), sample=Sample(NOW, kv_usage=odd, free_blocks=5))
+    assert document["kv"] == {"total_blocks": None, "free_blocks": 5, "usage": None, "age_s": 0.0}
+
+
+def test_the_daemon_and_its_gpus() -> None:
+    fault = Reason("xid_79", "the GPU fell off the bus")
+    gpus = {
+        "GPU-a": Gpu("GPU-a", 0, "H200", "hopper", "datacenter", 143771.04, 100.0, 5.55),
+        "GPU-b": Gpu("GPU-b", 1, quarantined=True, reasons=(fault,)),
+        "GPU-c": Gpu("GPU-c"),
+    }
+    document = of(FULL, gpus=gpus, version="0.1.0", launcher="plain", config_error="cannot read x")
+    assert document["version"] == 1
+    assert document["supervisor"] == {
+        "pid": 7,
+        "version": "0.1.0",
+        "since": "-3600.0Z",
+        "launcher": "plain",
+        "config_error": "cannot read x",
+    }
+    first, second, third = document["gpus"]
+    assert first == {
+        "uuid": "GPU-a",
+        "index": 0,
+        "name": "H200",
+        "generation": "hopper",
+        "class": "datacenter",
+        "memory_total_mib": 143771.0,
+        "memory_used_mib": 100.0,
+        "energy_j": 5.5,
+        "persistence": {"wanted": None, "actual": None, "why": None},
+        "health": "ok",
+        "quarantined": False,
+        "reasons": [],
+        "engines": ["qwen"],
+    }
+    assert (second["health"], second["quarantined"], second["engines"]) == ("degraded", True, ["qwen"])
+    assert second["reasons"] == [{"code": "xid_79", "message": "the GPU fell off the bus"}]
+    assert (third["index"], third["name"], third["generation"], third["class"], third["engines"]) == (
+        None,
+        None,
+        None,
+        None,
+        [],
+    )

@@ -1,0 +1,510 @@
+"""A model of the world outside the core: processes that exist whether or not the daemon knows, lanes of actions that
+are performed late, sources of observations that arrive out of step with each other, and a daemon that may be killed at
+any point and begin again from what it last saved and what is found alive.
+
+Actions wait in lanes, one of each engine for everything done to its processes, others for its port, warm-up, probes;
+within a lane order is kept, between lanes it is not. What comes of them waits in sources: the answers of each lane and
+the exits of each engine, again ordered only within. Nothing happens by itself: the state machine chooses.
+
+The contract that the adapters keep, and this world with them: a launch is answered exactly once; `Spawned` comes before
+`Exited` of the same generation; `Sweep` reaches every process of its engine; `Found` names each engine at most once;
+nothing is heard of an engine that was forgotten when one of the same name is configured again (its count begins anew).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+from supervisord.core import durable
+from supervisord.core import node as reducer
+from supervisord.core.messages import (
+    Abandon,
+    Action,
+    Adopt,
+    AnnounceReady,
+    Booted,
+    Due,
+    Exited,
+    Finish,
+    GateClosed,
+    Launch,
+    MeasureProgress,
+    Observation,
+    PortAnswered,
+    PortForeign,
+    Probe,
+    Progressed,
+    Reconfigured,
+    Record,
+    Reply,
+    Requested,
+    Sampled,
+    Spawned,
+    SpawnFailed,
+    Sweep,
+    Swept,
+    Terminate,
+    WarmedUp,
+    WarmUp,
+    WatchPort,
+    What,
+)
+from supervisord.core.model import (
+    ExitClass,
+    Failed,
+    Found,
+    Node,
+    Process,
+    Progress,
+    Ready,
+    Reason,
+    Sample,
+    Warmup,
+)
+from supervisord.core.spec import NodeSpec
+from tests.core.invariants import (
+    WORLD_INVARIANTS,
+    Step,
+    check,
+    forgotten_means_gone,
+    ready_is_said_once,
+    what_was_saved_survives,
+)
+
+T0 = 1000.0
+
+FAIR_TURNS = 2000
+"""A fair world that is not done after so many turns never will be."""
+
+
+@dataclass(frozen=True)
+class Core:
+    """The functions under test; mutants have their own."""
+
+    step: Callable[[Node, Observation, float], tuple[Node, tuple[Action, ...]]] = reducer.step
+    wakeup: Callable[[Node], float | None] = reducer.wakeup
+    save: Callable[[Node], dict[str, Any]] = durable.save
+    restore: Callable[..., dict[str, Any]] = durable.restore
+
+
+def core_of(modules: Mapping[str, ModuleType]) -> Core:
+    """A core made of other modules."""
+    node, kept = modules["node"], modules["durable"]
+    return Core(node.step, node.wakeup, kept.save, kept.restore)
+
+
+@dataclass
+class Proc:
+    """The processes of one generation."""
+
+    generation: int
+    plan_id: str
+    pid: int
+    main: bool = True
+    children: int = 1
+    swallows: int = 0
+    """SIGTERMs that have no effect, because the engine initialises."""
+    deaf: bool = False
+    """SIGTERM has no effect at all: it waits for its clients without bound."""
+    stuck: bool = False
+    """SIGKILL has no effect: it sits in the kernel."""
+    watched: bool = False
+    """The present daemon hears of its exit."""
+
+
+@dataclass(frozen=True)
+class Luck:
+    """How the next launch of an engine goes."""
+
+    outcome: str = "spawn"
+    swallows: int = 0
+    deaf: bool = False
+    children: int = 1
+
+
+CRASH_TAILS: Mapping[str, tuple[str, ...]] = {
+    "crash": ("RuntimeError: Engine core initialization failed.",),
+    "config": ("ValueError: To serve at least one request with the model's max seq len (9) no",),
+    "resource": ("OSError: [Errno 98] Address already in use",),
+    "external": ("HfHubHTTPError: 429 Client Error: Too Many Requests",),
+}
+
+Lane = tuple[str, str]
+
+
+@dataclass
+class World:
+    """Everything that exists, the daemon included."""
+
+    spec: NodeSpec
+    plans: dict[str, str]
+    core: Core = field(default_factory=Core)
+    now: float = T0
+    node: Node = field(init=False)
+    procs: dict[str, list[Proc]] = field(default_factory=dict)
+    lanes: dict[Lane, deque[tuple[Action, str]]] = field(default_factory=dict)
+    sources: dict[Lane, deque[Observation]] = field(default_factory=dict)
+    heard: list[Observation] = field(default_factory=list)
+    """What was delivered to the present daemon."""
+    watching: dict[str, int] = field(default_factory=dict)
+    warming: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, Any] = field(default_factory=dict)
+    saved_before: dict[str, Any] = field(default_factory=dict)
+    announced: int = 0
+    over: bool = False
+    """The daemon has finished."""
+    spent: dict[str, list[float]] = field(default_factory=dict)
+    good: dict[str, str] = field(default_factory=dict)
+    next_pid: int = 100
+    requests: int = 0
+    turned_at: float = T0
+    spawned: dict[str, int] = field(default_factory=dict)
+    """The launcher's records: the last generation of each engine that was ever spawned."""
+    strangers: bool = False
+    """An engine was found that is not configured: it is stopped by the defaults, which are slow."""
+    adoptable: set[str] = field(default_factory=set)
+    """Engines whose main process was found alive by the present daemon."""
+
+    def __post_init__(self) -> None:
+        self.start_daemon(same_boot=True)
+
+    # --- the daemon ---
+
+    def reboot(self) -> None:
+        """The machine starts anew: nothing lives, only the disk is left."""
+        self.procs, self.spent = {}, {}
+        self.start_daemon(same_boot=False)
+
+    def start_daemon(self, *, same_boot: bool) -> None:
+        """A new daemon, from what was saved and what is found."""
+        self.lanes, self.sources, self.heard = {}, {}, []
+        self.watching, self.warming = {}, {}
+        self.announced, self.over = 0, False
+        saved = json.loads(json.dumps(self.saved))
+        engines = self.core.restore(
+            self.spec, self.plans, saved, self.now, same_boot=same_boot, spawned=dict(self.spawned)
+        )
+        self.node = Node(spec=self.spec, engines=engines)
+        for proc in self._all():
+            proc.watched = False
+        found = self._found()
+        self.strangers = any(left.engine not in self.spec.engines for left in found)
+        self.see(Booted(tuple(found)))
+
+    def _found(self) -> list[Found]:
+        found = []
+        self.adoptable = {name for name, procs in self.procs.items() for proc in procs if proc.main}
+        for name, procs in self.procs.items():
+            for proc in procs:
+                main = Process(proc.pid, 1, "boot") if proc.main else None
+                left = tuple(f"pid {proc.pid + n}" for n in range(int(proc.main) + proc.children))
+                found.append(Found(name, proc.generation, main, left, proc.plan_id))
+        return found
+
+    def kill_daemon(self, *, persisted: bool) -> None:
+        """SIGKILL of the daemon: what waited in lanes and sources is lost, perhaps the last state too."""
+        if not persisted:
+            self.saved = self.saved_before
+            self.spent = {name: [at for at in times if at < self.turned_at] for name, times in self.spent.items()}
+        before = self.node
+        self.start_daemon(same_boot=True)
+        if persisted:
+            what_was_saved_survives(self, before, self.node)
+
+    def see(self, seen: Observation) -> None:
+        """One turn of the loop, held against every invariant."""
+        before, self.turned_at = self.node, self.now
+        self.node, actions = self.core.step(before, seen, self.now)
+        self.heard.append(seen)
+        self._count(before, seen, actions)
+        for action in actions:
+            self._submit(action)
+        check(Step(before, seen, self.now, self.node, actions, self.core.wakeup))
+        self.check()
+        for name in before.engines.keys() - self.node.engines.keys():
+            self._forget(name)
+        self.saved_before, self.saved = self.saved, self.core.save(self.node)
+
+    def _forget(self, name: str) -> None:
+        self.heard = [seen for seen in self.heard if getattr(seen, "engine", None) != name]
+        for queues in (self.sources, self.lanes):
+            for (engine, _), waiting in queues.items():
+                if engine == name:
+                    waiting.clear()
+
+    def check(self) -> None:
+        """The invariants that need the world."""
+        for engine in self.node.engines.values():
+            for invariant in WORLD_INVARIANTS:
+                invariant(self.node, self.now, self, engine)
+        ready_is_said_once(self, self.node)
+        forgotten_means_gone(self, self.node, self.procs)
+
+    def _count(self, before: Node, seen: Observation, actions: tuple[Action, ...]) -> None:
+        """Keep our own books of what the invariants ask for."""
+        for action in actions:
+            if isinstance(action, Record) and action.kind == "restart" and action.engine is not None:
+                last = self.node.engines[action.engine].last_exit
+                if (last is None or last.kind is not ExitClass.EXTERNAL) and not self._worked(action.engine):
+                    self.spent.setdefault(action.engine, []).append(self.now)
+        for name, engine in self.node.engines.items():
+            old = before.engines.get(name)
+            forgiven = old is None or (isinstance(old.phase, Failed) and isinstance(seen, Reconfigured))
+            if forgiven or (isinstance(seen, Requested) and seen.engine == name and seen.op.value == "reset"):
+                self.spent.pop(name, None)
+            if isinstance(engine.phase, Ready):
+                self.good[name] = engine.running_plan_id or ""
+
+    def _submit(self, action: Action) -> None:
+        match action:
+            case AnnounceReady():
+                self.announced += 1
+            case Finish():
+                self.over = True
+            case Record() | Reply():
+                pass
+            case _:
+                lane = (action.engine, _LANE.get(type(action), "process"))
+                self.lanes.setdefault(lane, deque()).append((action, self.plans.get(action.engine, "")))
+
+    def _say(self, engine: str, source: str, seen: Observation) -> None:
+        self.sources.setdefault((engine, source), deque()).append(seen)
+
+    # --- what the invariants ask ---
+
+    def _all(self) -> list[Proc]:
+        return [proc for procs in self.procs.values() for proc in procs]
+
+    def generations(self, engine: str) -> set[int]:
+        """Generations of which some process lives."""
+        return {proc.generation for proc in self.procs.get(engine, ())}
+
+    def plan_of(self, engine: str) -> str | None:
+        """The launch plan of the main process that lives."""
+        plans = [proc.plan_id for proc in self.procs.get(engine, ()) if proc.main]
+        return plans[0] if plans else None
+
+    def budgeted(self, engine: str) -> list[float]:
+        """When restarts that cost budget were decided, of plans that had never worked."""
+        return self.spent.get(engine, [])
+
+    def _worked(self, engine: str) -> bool:
+        return self.good.get(engine) == self.plans.get(engine)
+
+    # --- what happens ---
+
+    def proc(self, engine: str) -> Proc | None:
+        """The newest generation of an engine that lives."""
+        procs = self.procs.get(engine, [])
+        return procs[-1] if procs else None
+
+    def busy_lanes(self) -> list[Lane]:
+        """Lanes with something to perform."""
+        return sorted(lane for lane, waiting in self.lanes.items() if waiting)
+
+    def busy_sources(self) -> list[Lane]:
+        """Sources with something to deliver."""
+        return sorted(source for source, waiting in self.sources.items() if waiting)
+
+    def perform(self, lane: Lane, luck: Luck) -> None:
+        """Do the next thing in a lane, which has one."""
+        action, plan_id = self.lanes[lane].popleft()
+        match action:
+            case Launch():
+                self._launch(action, plan_id, luck)
+            case Adopt():
+                self._adopt(action)
+            case Terminate():
+                self._terminate(action)
+            case Sweep():
+                self._sweep(action)
+            case WatchPort():
+                self.watching[action.engine] = action.generation
+            case WarmUp():
+                self.warming[action.engine] = action.generation
+            case MeasureProgress():
+                progress = Progress(read_bytes=int(self.now), memory_bytes=0, log_lines=1)
+                self._say(action.engine, "progress", Progressed(action.engine, action.generation, progress))
+            case Probe():
+                self._probe(action, luck)
+            case Abandon():
+                for kept in (self.watching, self.warming):
+                    if kept.get(action.engine) == action.generation:
+                        del kept[action.engine]
+            case _:
+                raise TypeError(action)
+        self.check()
+
+    def _launch(self, action: Launch, plan_id: str, luck: Luck) -> None:
+        name, generation = action.engine, action.generation
+        if luck.outcome == "gate":
+            self._say(name, "process", GateClosed(name, generation, "gpu_memory_held", "pid 4 holds 70 GiB"))
+        elif luck.outcome in ("config", "crash"):
+            self._say(name, "process", SpawnFailed(name, generation, ExitClass(luck.outcome), "cannot spawn"))
+        else:
+            pid, self.next_pid = self.next_pid, self.next_pid + 10
+            proc = Proc(generation, plan_id, pid, children=luck.children, swallows=luck.swallows, deaf=luck.deaf)
+            proc.watched = True
+            self.spawned[name] = generation
+            self.procs.setdefault(name, []).append(proc)
+            self._say(name, "process", Spawned(name, generation, Process(pid, 1, "boot")))
+
+    def _adopt(self, action: Adopt) -> None:
+        mains = [proc for proc in self.procs.get(action.engine, ()) if proc.main]
+        for proc in mains:
+            proc.watched = True
+        if not mains and action.engine in self.adoptable:
+            self._say(action.engine, "exit", Exited(action.engine, action.generation, None, None))
+
+    def _terminate(self, action: Terminate) -> None:
+        for proc in self.procs.get(action.engine, ()):
+            if proc.generation != action.generation or not proc.main or proc.deaf or proc.stuck:
+                continue
+            if proc.swallows > 0:
+                proc.swallows -= 1
+            else:
+                self.end_main(action.engine, proc, code=0)
+
+    def _sweep(self, action: Sweep) -> None:
+        left = []
+        for proc in list(self.procs.get(action.engine, ())):
+            if proc.stuck:
+                left.append(f"pid {proc.pid}")
+                continue
+            if proc.main:
+                self.end_main(action.engine, proc, signal=9)
+            proc.children = 0
+        self.bury(action.engine)
+        self._say(action.engine, "process", Swept(action.engine, action.generation, tuple(left)))
+
+    def _probe(self, action: Probe, luck: Luck) -> None:
+        sample = Sample(at=self.now, health_error="timeout")
+        if luck.outcome != "gate":
+            busy = 1 if luck.deaf else 0
+            sample = Sample(at=self.now, health_status=200, running=busy, waiting=0)
+        self._say(action.engine, "probe", Sampled(action.engine, action.generation, sample))
+
+    def end_main(
+        self, engine: str, proc: Proc, *, code: int | None = None, signal: int | None = None, kind: str = "crash"
+    ) -> None:
+        """The main process ends; children may go on."""
+        proc.main = False
+        if proc.watched:
+            self._say(engine, "exit", Exited(engine, proc.generation, code, signal, CRASH_TAILS[kind]))
+        self.bury(engine)
+
+    def bury(self, engine: str) -> None:
+        """Forget generations of which nothing lives."""
+        self.procs[engine] = [proc for proc in self.procs.get(engine, ()) if proc.main or proc.children]
+
+    def deliver(self, source: Lane) -> None:
+        """The daemon hears the next thing from a source, unless it has just forgotten that engine."""
+        if self.sources[source]:
+            self.see(self.sources[source].popleft())
+
+    def answer(self, engine: str, *, foreign: bool = False) -> None:
+        """The port of a watched, living engine answers (or somebody else does)."""
+        generation, proc = self.watching.get(engine), self.proc(engine)
+        if generation is None or proc is None or not proc.main or proc.generation != generation:
+            return
+        del self.watching[engine]
+        seen: Observation = PortAnswered(engine, generation)
+        if foreign:
+            seen = PortForeign(engine, generation, "pid 9 (nginx)")
+        else:
+            proc.swallows = 0
+        self._say(engine, "port", seen)
+
+    def end_warmup(self, engine: str, *, well: bool) -> None:
+        """The warm-up of an engine ends."""
+        generation = self.warming.pop(engine, None)
+        if generation is not None:
+            problem = None if well else Reason("warmup_failed", "no answer")
+            self._say(engine, "warmup", WarmedUp(engine, generation, Warmup(1.0, 1.0, 2, problem)))
+
+    def request(self, seen: Requested) -> None:
+        """An operator asks; requests are numbered here."""
+        self.requests += 1
+        self.see(replace(seen, request=self.requests))
+
+    def reconfigure(self, spec: NodeSpec, plans: dict[str, str]) -> None:
+        """A validated configuration arrives."""
+        self.spec, self.plans = spec, plans
+        self.see(Reconfigured(spec, plans, "uid 1000"))
+
+    # --- time ---
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes; the loop looks at the clock whenever that is due."""
+        end = self.now + seconds
+        while (at := self.core.wakeup(self.node)) is not None and at <= end and not self.over:
+            self.now = max(self.now, at)
+            self.see(Due(What.CLOCK))
+        self.now = max(self.now, end)
+
+    def next_clock(self, late_s: float) -> None:
+        """On to the next deadline, seen a little late."""
+        at = self.core.wakeup(self.node)
+        if at is not None:
+            self.now = max(self.now, at + late_s)
+            self.see(Due(What.CLOCK))
+
+    # --- a fair world ---
+
+    def copy(self) -> World:
+        """The same world, to find out what would become of it."""
+        twin = copy(self)
+        twin.procs = {name: [replace(proc) for proc in procs] for name, procs in self.procs.items()}
+        twin.lanes = {lane: deque(waiting) for lane, waiting in self.lanes.items()}
+        twin.sources = {source: deque(waiting) for source, waiting in self.sources.items()}
+        twin.spent = {name: list(times) for name, times in self.spent.items()}
+        twin.heard, twin.watching, twin.warming = list(self.heard), dict(self.watching), dict(self.warming)
+        twin.spawned = dict(self.spawned)
+        twin.good, twin.adoptable = dict(self.good), set(self.adoptable)
+        return twin
+
+    def heal(self) -> None:
+        """From now on everything that gets SIGKILL dies."""
+        for proc in self._all():
+            proc.stuck = False
+
+    def one_turn(self, luck: Luck) -> bool:
+        """All that waits is performed and one thing is heard; everything answers. False: nothing was waiting."""
+        lanes = self.busy_lanes()
+        for lane in lanes:
+            self.perform(lane, luck)
+        for name in sorted(self.node.engines):
+            self.answer(name)
+            self.end_warmup(name, well=True)
+        sources = self.busy_sources()
+        if sources:
+            self.deliver(sources[0])
+        return bool(lanes or sources)
+
+    def be_fair(self, done: Callable[[World], bool], bound_s: float) -> float | None:
+        """Everything is performed, heard and answered at once until `done`; None: that is not within bounds."""
+        end = self.now + bound_s
+        for _ in range(FAIR_TURNS):
+            if done(self):
+                return self.now
+            if not self.one_turn(Luck()):
+                at = self.core.wakeup(self.node)
+                if at is None or at > end:
+                    return None
+                self.now = max(self.now, at)
+                self.see(Due(What.CLOCK))
+        return None
+
+
+_LANE: Mapping[type, str] = {
+    WatchPort: "port",
+    WarmUp: "warmup",
+    Probe: "probe",
+    MeasureProgress: "progress",
+}
