@@ -24,11 +24,11 @@ from supervisord.state import boot_id
 
 T = TypeVar("T")
 
-QUEUE_MAX: Final = 4096
-SEEN_MAX: Final = 3072
-"""Observations leave the rest of the queue to what is told, which is worth more."""
+QUEUE_MAX: Final = 2048
+SEEN_MAX: Final = 1024
+"""Observations leave the rest of the queue to what is told, which is worth more. So many hold up to 10 MiB."""
 
-TURN_ROWS: Final = 1000
+TURN_ROWS: Final = 500
 GATHER_S: Final = 0.5
 SAY_EVERY_S: Final = 60.0
 
@@ -84,9 +84,9 @@ class History:
         return self._read(lambda: self._reader.knows(engine))
 
     def wait(self, last_id: int, timeout_s: float) -> None:
-        """Return as soon as the newest event is not `last_id` any more, at the latest after `timeout_s`."""
+        """Return as soon as there is an event after `last_id`, at the latest after `timeout_s`."""
         with self._written:
-            self._written.wait_for(lambda: self._last_id != last_id, timeout_s)
+            self._written.wait_for(lambda: self._last_id > last_id, timeout_s)
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Write what waits, within bounds."""
@@ -127,11 +127,12 @@ class History:
             self._writer.prune()
         except Exception as error:  # noqa: BLE001 - a bug here must not end the history; it is said like a loss
             why = f"internal error: {type(error).__name__}: {error}; please report it"
-            self._losses.add(why)
         if not written:
             told = sum(isinstance(item, Told) for item in items)
             self._losses.add(why, told=told, seen=len(items) - told)
             self._packer.gap()
+        elif why != _SLOW:
+            self._losses.add(why)
         with self._written:
             self._last_id = self._writer.last_id
             self._written.notify_all()

@@ -140,7 +140,7 @@ class Packer:
         try:
             seen = codec.encode_observation(item.seen)
             node = codec.encode_node(item.node) if due else None
-        except codec.EncodeError as error:
+        except TypeError as error:  # EncodeError, or a type that the codec does not know
             self._losses.add(f"internal error: {type(item.seen).__name__}: {error}; please report it", seen=1)
             self.gap()
             return

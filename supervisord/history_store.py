@@ -115,9 +115,10 @@ class Store:
         self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         try:
             with told_apart():
+                version = self._version()
                 for setting in _SETTINGS:
                     self._connection.execute(setting)
-                self._migrate()
+                self._migrate(version)
                 self.last_id = self._number(LAST_ID)
             self._identity = _identity(path)
         except BaseException:
@@ -169,12 +170,15 @@ class Store:
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
 
-    def _migrate(self) -> None:
+    def _version(self) -> int:
         version = self._number("PRAGMA user_version")
         if version == 0 and self._number("SELECT count(*) FROM sqlite_master"):
             raise BrokenError("it is somebody else's database")
         if version > VERSION:
             raise BrokenError(f"it is of version {version}, this program knows {VERSION}")
+        return version
+
+    def _migrate(self, version: int) -> None:
         steps = (_SCHEMA, *MIGRATIONS)[version:]
         if steps:
             with self._transaction():

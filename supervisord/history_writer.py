@@ -14,6 +14,7 @@ from supervisord.history_store import BrokenError, Limits, Rows, Store, set_asid
 RETRY_S: Final = 5.0
 SETTLED_S: Final = 30.0
 """A full disk lets a little through now and then: only after this long without a failure it is over."""
+ANEW_EVERY_S: Final = 3600.0
 PRUNE_EVERY_S: Final = 60.0
 PRUNE_EVERY_BYTES: Final = 16 << 20
 
@@ -34,6 +35,7 @@ class Writer:
         self._prune_at = time.monotonic() + PRUNE_EVERY_S
         self._unpruned_bytes = 0
         self._failed_at = 0.0
+        self._anew_at = -ANEW_EVERY_S
         self.last_id = 0
         self.trouble: str | None = None
 
@@ -43,14 +45,12 @@ class Writer:
 
     def write(self, rows: Rows) -> bool:
         """Write all of it, trying until that works; False when it does not and the history is closing."""
-        anew = False
         while True:
             try:
                 store = self._opened()
                 store.write(rows)
             except BrokenError as error:
-                retry_at_once, anew = not anew, True
-                if self._begin_anew(error) and retry_at_once:
+                if self._begin_anew(error):
                     continue
             except (sqlite3.OperationalError, OSError) as error:
                 self._in_trouble(_why(error))
@@ -103,7 +103,12 @@ class Writer:
             self._say(f"{self.trouble}; supervision goes on, what cannot be kept meanwhile will be missing in `events`")
 
     def _begin_anew(self, error: BrokenError) -> bool:
+        """Put the file aside; what is broken again soon is a broken disk, and left alone."""
         self.close()
+        if time.monotonic() < self._anew_at + ANEW_EVERY_S:
+            self._in_trouble(f"{error}, again")
+            return False
+        self._anew_at = time.monotonic()
         try:
             aside = set_aside(self._path)
         except OSError as failed:

@@ -118,7 +118,7 @@ class Handlers(Protocol):
         """Read at most `limit` events. None: no such engine. Raises NoHistoryError, TimeoutError."""
 
     def wait_event(self, last_id: int, timeout_s: float) -> None:
-        """Return when the newest event is not `last_id` any more, or when `timeout_s` have passed."""
+        """Return when there is an event after `last_id`, or when `timeout_s` have passed."""
 
     def why(self, engine: str) -> Mapping[str, Any] | None:
         """Tell what happened to an engine last. None: no such engine. Raises NoHistoryError, TimeoutError."""

@@ -23,7 +23,7 @@ INTERNAL_GATES: Final = frozenset({"max_parallel_starts", "gpu_busy_starting"})
 
 def admit(turn: Turn, engine: Engine) -> None:
     """Start a wanted engine, or let it wait at a gate of the node."""
-    if turn.node.ending or engine.launching is not None:
+    if turn.node.ending:
         return
     phase = engine.phase
     outside = phase if isinstance(phase, Waiting) and phase.reason.code not in INTERNAL_GATES else None

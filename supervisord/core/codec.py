@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -85,6 +85,8 @@ def _coder(hint: Any) -> _Coder:
         return _choice({value: value for value in args})
     if origin is tuple and args[1:] == (Ellipsis,):
         return _sequence(_coder(args[0]))
+    if origin is tuple:
+        return _fixed([_coder(arg) for arg in args])
     if origin is Mapping and args[0] is str:
         return _mapping(_coder(args[1]))
     if is_dataclass(hint):
@@ -181,6 +183,23 @@ def _sequence(item: _Coder) -> _Coder:
         if type(value) is not list:
             raise DecodeError(f"cannot decode {type(value).__name__} as tuple")
         return tuple([item.decode(inner) for inner in value])
+
+    return _Coder(encode, decode, (tuple,), (list,))
+
+
+def _fixed(items: Sequence[_Coder]) -> _Coder:
+    """A tuple of so many parts, each of its own kind."""
+    count = len(items)
+
+    def encode(value: Any) -> Json:
+        if type(value) is not tuple or len(value) != count:
+            raise EncodeError(f"cannot encode {type(value).__name__} as tuple of {count}")
+        return [item.encode(inner) for item, inner in zip(items, value, strict=True)]
+
+    def decode(value: Json) -> Any:
+        if type(value) is not list or len(value) != count:
+            raise DecodeError(f"cannot decode {type(value).__name__} as tuple of {count}")
+        return tuple([item.decode(inner) for item, inner in zip(items, value, strict=True)])
 
     return _Coder(encode, decode, (tuple,), (list,))
 

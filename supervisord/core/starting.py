@@ -55,17 +55,17 @@ def on_spawned(turn: Turn, engine: Engine, seen: Spawned) -> None:
             running_plan_id=engine.plan_id,
         )
     )
+    turn.record(
+        "spawned",
+        engine,
+        f"{engine.spec.name} started: generation {engine.generation}, pid {seen.process.pid}",
+        pid=seen.process.pid,
+    )
     phase = engine.phase
     if isinstance(phase, Stopping):
         ending.on_late_spawn(turn, engine, phase)
     elif isinstance(phase, Starting | Waiting):
         turn.enter(engine, Starting(progress_at=turn.now, give_up_at=admission.give_up_at(turn, engine)))
-        turn.record(
-            "spawned",
-            engine,
-            f"{engine.spec.name} started: generation {engine.generation}, pid {seen.process.pid}",
-            pid=seen.process.pid,
-        )
         turn.do(WatchPort(engine.spec.name, engine.generation))
     else:
         # Given up on long ago (unkillable): what appears now must not live.

@@ -43,7 +43,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(args)
     if origin is tuple:
-        return st.lists(values(args[0]), max_size=3).map(tuple)
+        fixed = args[1:] != (Ellipsis,)
+        return st.tuples(*map(values, args)) if fixed else st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is Mapping:
         return st.dictionaries(st.text(max_size=8), values(args[1]), max_size=3)
     if is_dataclass(hint):
@@ -193,6 +194,20 @@ def test_arrays_inside_tables_come_back_as_lists() -> None:
 
 
 def test_a_type_without_a_coder_is_noticed_at_once() -> None:
-    for hint in (set[int], tuple[int, str], Mapping[int, str], int | complex):
+    for hint in (set[int], tuple[int, set[str]], Mapping[int, str], int | complex):
         with pytest.raises(TypeError, match="no coder"):
             codec._coder(hint)
+
+
+def test_tuples_of_a_fixed_length() -> None:
+    coder = codec._coder(tuple[float | None, str])
+    assert coder.encode((None, "x")) == [None, "x"]
+    assert coder.decode([1.5, "x"]) == (1.5, "x")
+    wrong: list[Any] = [(1.0,), [1.0, "x"], (1.0, "x", 2)]
+    for value in wrong:
+        with pytest.raises(EncodeError):
+            coder.encode(value)
+    wrong = [[1.0], (1.0, "x"), [1.0, "x", 2], ["x", 1.0]]
+    for value in wrong:
+        with pytest.raises(DecodeError):
+            coder.decode(value)

@@ -24,6 +24,9 @@ from tests.daemon.sims import table
 from tests.sim.engine import alive, processes_with_marker, wait_until
 
 MARKER = "VLLM_SUPERVISOR_TEST"
+DEADLINE_S = 60
+"""For what takes less than a second on a quiet machine: an fsync alone has been seen to take 18 s."""
+
 Document = dict[str, Any]
 
 
@@ -50,8 +53,14 @@ class Daemon:
         """Write the configuration; `toml` holds the engines and what differs from the defaults here."""
         settings = {"state_dir": str(self.state_dir), "socket": str(self.socket), "listen": "", "launcher": "plain"}
         head = table("supervisor", {**settings, "poll_interval_s": 0.5, **self._supervisor})
-        self.config.write_text(f"{head}{toml}", encoding="utf-8")
-        self.config.chmod(0o600)
+        self.write_config(f"{head}{toml}")
+
+    def write_config(self, text: str) -> None:
+        """Replace the whole file, as an editor does: a reload reads the old or the new one."""
+        new = self.config.with_name("config.toml.new")
+        new.write_text(text, encoding="utf-8")
+        new.chmod(0o600)
+        new.replace(self.config)
 
     def __enter__(self) -> Daemon:  # noqa: PYI034 (typing.Self came with Python 3.11)
         return self
@@ -82,7 +91,7 @@ class Daemon:
                 **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "env": self._env, **options},
             )
         if wait:
-            wait_until(lambda: self._answers() or self._ended(), 30, "the daemon to answer")
+            wait_until(lambda: self._answers() or self._ended(), DEADLINE_S, "the daemon to answer")
             assert self.process.poll() is None, self.story()
 
     def stop(self, timeout_s: float = 120) -> int | None:
@@ -103,7 +112,7 @@ class Daemon:
         """SIGKILL to the daemon alone."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(DEADLINE_S)
 
     def cli(self, *args: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command as an operator would."""
@@ -136,7 +145,9 @@ class Daemon:
                     found.append(event)
         return found
 
-    def wait_event(self, kind: str, engine: str | None = None, count: int = 1, timeout_s: float = 30) -> Document:
+    def wait_event(
+        self, kind: str, engine: str | None = None, count: int = 1, timeout_s: float = DEADLINE_S
+    ) -> Document:
         """Wait until something was told for the `count`-th time."""
         wait_until(lambda: len(self.events(kind, engine)) >= count, timeout_s, f"event {kind} of {engine}")
         return self.events(kind, engine)[count - 1]
@@ -166,7 +177,9 @@ class Daemon:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.engine(name)}") from None
 
-    def wait_state(self, name: str, state: str, timeout_s: float = 30, generation: int | None = None) -> Document:
+    def wait_state(
+        self, name: str, state: str, timeout_s: float = DEADLINE_S, generation: int | None = None
+    ) -> Document:
         """Wait for a state, of a generation if one is given."""
 
         def test(engine: Document) -> bool:

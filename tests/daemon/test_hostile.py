@@ -43,7 +43,7 @@ def test_hostile_answers_cost_little(tmp_path: Path) -> None:
         pids = {sim.name: daemon.wait_state(sim.name, "ready")["pid"] for sim in sims}
         for sim in sims:
             sim.mood.set(**moods[sim.name])
-        until = time.monotonic() + 5
+        until = time.monotonic() + 3
         highest_mib = 0.0
         while time.monotonic() < until:
             highest_mib = max(highest_mib, rss_mib(daemon.pid))

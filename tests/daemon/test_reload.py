@@ -32,13 +32,14 @@ def test_what_does_not_validate_changes_nothing(tmp_path: Path) -> None:
         assert refused.returncode == 2
         for words in ("engine.b.port", "engine.b.drain_timeout_s", "engine.b.colour", str(daemon.config)):
             assert words in refused.stderr
+        told = len(daemon.events("reload"))
         os.kill(daemon.pid, signal.SIGHUP)
-        told = daemon.wait_event("reload")
-        assert told["level"] == "error"
-        assert "nothing was changed" in told["event"]
+        event = daemon.wait_event("reload", count=told + 1)
+        assert event["level"] == "error"
+        assert "nothing was changed" in event["event"]
 
         # Valid, but it cannot be launched here.
-        daemon.config.write_text(good.replace('model = "tiny"', 'model = "/nonexistent/model"', 1), encoding="utf-8")
+        daemon.write_config(good.replace('model = "tiny"', 'model = "/nonexistent/model"', 1))
         refused = daemon.cli("reload")
         assert refused.returncode == 2
         assert "/nonexistent/model" in refused.stderr
@@ -48,7 +49,7 @@ def test_what_does_not_validate_changes_nothing(tmp_path: Path) -> None:
 
         assert pids(daemon) == before
         assert {engine["state"] for engine in daemon.status()["engines"]} == {"ready"}
-        daemon.config.write_text(good, encoding="utf-8")
+        daemon.write_config(good)
         assert "nothing changes" in daemon.request("reload", "--wait")
         assert pids(daemon) == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -201,7 +202,9 @@ def test_several_clients_at_once(tmp_path: Path) -> None:
             codes = {done.returncode for done in pool.map(lambda verb: daemon.cli(verb, "a", "--now"), verbs)}
         assert codes <= {0, 5}
         daemon.request("start", "a", "--wait")
-        assert daemon.engine("a")["generation"] == len(daemon.events("spawned"))
+        log = (daemon.state_dir / "logs" / "a.log").read_text(encoding="utf-8")
+        spawned = re.findall(r"^--- vllm-supervisor: generation (\d+) ", log, re.MULTILINE)
+        assert spawned == [str(number) for number in range(1, daemon.engine("a")["generation"] + 1)]
         daemon.request("stop", "a", "--wait")
         assert daemon.engine_processes("a") == []
 
