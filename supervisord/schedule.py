@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone
 from typing import Final
 
 from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.cron import CronTrigger
 
-from supervisord.core.messages import Due, What
+from supervisord.core.messages import Due, What, WindowOpened
 from supervisord.loop import Inbox
 
 _SILENT_FACTOR: Final = 3.0
+_WINDOW: Final = "window-"
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Schedule:
@@ -51,6 +55,27 @@ class Schedule:
         if time.monotonic() - self._fired_at > _SILENT_FACTOR * self._interval_s + 1.0:
             self._reschedule()
 
+    def set_windows(self, windows: Mapping[str, str]) -> None:
+        """Say when voluntary restarts may happen: by engine "CRON DURATION" (5 fields and e.g. 90m, local time)."""
+        for job in self._scheduler.get_jobs():
+            if job.id.startswith(_WINDOW):
+                job.remove()
+        for engine, text in windows.items():
+            if text:
+                trigger, for_s = window(text)
+                self._scheduler.add_job(self._open, trigger, args=(engine, for_s), id=_WINDOW + engine)
+                self._if_open_now(engine, trigger, for_s)
+
+    def _if_open_now(self, engine: str, trigger: CronTrigger, for_s: float) -> None:
+        """Cron says when windows begin; one may have begun before the daemon did."""
+        now = datetime.now(timezone.utc)
+        began = trigger.get_next_fire_time(None, now - timedelta(seconds=for_s))
+        if began is not None and began <= now:
+            self._open(engine, for_s - (now - began).total_seconds())
+
+    def _open(self, engine: str, for_s: float) -> None:
+        self._inbox.put(WindowOpened(engine, for_s))
+
     def stop(self) -> None:
         """End the schedule; never waits for a job."""
         if self._scheduler.running:
@@ -64,3 +89,9 @@ class Schedule:
         self._fired_at = time.monotonic()
         job = self._scheduler.reschedule_job("poll", trigger="interval", seconds=self._interval_s)
         job.modify(next_run_time=datetime.now(timezone.utc))
+
+
+def window(text: str) -> tuple[CronTrigger, float]:
+    """A maintenance window, "0 3 * * * 2h": when it begins, and for how many seconds it is open. Raises ValueError."""
+    expression, _, duration = text.strip().rpartition(" ")
+    return CronTrigger.from_crontab(expression), float(int(duration[:-1]) * _UNITS_S[duration[-1]])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from supervisord.core import admission, policy
-from supervisord.core.classify import SIGNAL_NAMES, classify
+from supervisord.core.classify import SIGKILL, SIGNAL_NAMES, classify
 from supervisord.core.messages import Abandon, Exited, Probe, Sampled, Severity, Sweep, Swept, Terminate
 from supervisord.core.model import (
     After,
@@ -24,6 +24,7 @@ from supervisord.core.model import (
     Stopping,
     Warming,
 )
+from supervisord.core.rules.blocks import is_low
 from supervisord.core.turn import Turn
 
 REPEAT_TERM_S: Final = 2.0
@@ -65,7 +66,7 @@ def stop(turn: Turn, engine: Engine, after: After, cause: Reason, *, at_once: bo
         turn.do(Terminate(spec.name, engine.generation))
 
 
-def drain(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
+def drain(turn: Turn, engine: Engine, after: After, cause: Reason, *, recoverable: bool = False) -> None:
     """Take a ready engine out of traffic until nothing is in flight; one that is draining to an end keeps its time."""
     phase = engine.phase
     if isinstance(phase, Draining) and phase.until is not None:
@@ -81,7 +82,7 @@ def drain(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
         severity=Severity.NOTICE,
         reason=cause,
     )
-    turn.enter(engine, Draining(after, until, cause, turn.now + DRAIN_LOOK_S))
+    turn.enter(engine, Draining(after, until, cause, turn.now + DRAIN_LOOK_S, recoverable))
     if not hold:
         turn.do(Probe(engine.spec.name, engine.generation))
 
@@ -90,8 +91,14 @@ def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) 
     """Nothing in flight, seen after the drain began: go on."""
     sample = seen.sample
     idle = sample.running == 0 and sample.waiting == 0
-    if phase.after is not After.HOLD and idle and sample.at >= engine.since:
-        stop(turn, engine, phase.after, phase.cause)
+    if phase.after is After.HOLD or not idle or sample.at < engine.since:
+        return
+    if phase.recoverable and is_low(engine.spec, sample) is False:
+        turn.enter(replace(engine, watch=None), Ready())
+        text = f"{engine.spec.name} is ready again: its blocks are free now that nothing is in flight"
+        turn.record("ready", engine, text, severity=Severity.NOTICE, reason=phase.cause, free=sample.free_blocks)
+        return
+    stop(turn, engine, phase.after, phase.cause)
 
 
 def kill(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
@@ -193,6 +200,11 @@ def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
     if seen.remaining:
         turn.put(replace(engine, phase=replace(phase, sweeping=False, sweep_at=turn.now + SWEEP_AGAIN_S)))
         return
+    if engine.process is not None and not phase.exited and phase.after is not After.CRASH:
+        # The news of its exit comes after that of the sweep, when nobody waits for it any more.
+        text = "asked for; it did not end by itself, SIGKILL"
+        last = LastExit(ExitClass.STOPPED, None, SIGKILL, turn.now, engine.generation, text)
+        engine = replace(engine, last_exit=last)
     _conclude(turn, replace(engine, process=None), phase)
 
 

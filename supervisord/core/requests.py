@@ -236,6 +236,12 @@ def changes(node: Node, new: NodeSpec, plan_ids: Mapping[str, str]) -> dict[str,
     return told
 
 
+def held(node: Node, new: NodeSpec, name: str) -> bool:
+    """Whether an engine stays drained over a reload until an operator decides: then nobody need wait for it."""
+    phase = node.engines[name].phase if name in node.engines and name in new.engines else None
+    return isinstance(phase, Draining) and phase.after is After.HOLD
+
+
 def _runs(engine: Engine) -> bool:
     """Whether a changed plan means a restart now: it runs or is being launched, and is not on its way out."""
     return engine.live and isinstance(engine.phase, Starting | Warming | Ready | Waiting)

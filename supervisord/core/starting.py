@@ -36,6 +36,7 @@ from supervisord.core.model import (
     Warming,
 )
 from supervisord.core.turn import Turn
+from supervisord.core.watch import Watch
 
 WARMUP_GRACE_S: Final = 10.0
 """The warm-up ends itself at its timeout; this much later we stop waiting for its word."""
@@ -158,6 +159,9 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
         replace(
             engine,
             ready_since=turn.now,
+            watch=Watch(moved_at=turn.now),
+            replacing=False,
+            good_blocks=engine.good_blocks if engine.good_plan_id == engine.running_plan_id else None,
             good_plan_id=engine.running_plan_id,
             warm_generation=engine.generation,
         ),

@@ -26,10 +26,14 @@ from supervisord.core.model import (
     Warming,
     Warmup,
 )
+from supervisord.core.rules import service
+from supervisord.core.samples import RankMetrics
 
 VERSION: Final = 1
 _GIB: Final = 1024**3
 _MIB: Final = 1024**2
+_RATE_S: Final = 30.0
+"""Tokens per second are those of about this long."""
 
 Clock = Callable[[float | None], str | None]
 """Monotonic seconds to RFC 3339 in UTC; None stays None."""
@@ -117,6 +121,7 @@ def _engine(engine: Engine, now: float, clock: Clock) -> dict[str, Any]:
         "next_start_at": clock(_next_start(engine)),
         "ready_since": clock(engine.ready_since),
         **_work(seen, now),
+        **_service(engine),
         "memory": {
             "gpu_mib": None,
             "host_mib": _number(seen.host_bytes / _MIB, 1)
@@ -142,11 +147,7 @@ def _work(sample: Sample | None, now: float) -> dict[str, Any]:
             "age_s": _number(max(0.0, now - seen.at), 1) if known else None,
         },
         "requests": {"running": seen.running, "waiting": seen.waiting},
-        "ranks": [],
-        "tokens_per_s": None,
-        "ttft_p95_ms": None,
-        "prefix_hit_rate": None,
-        "draft_acceptance_rate": None,
+        "ranks": [] if sample is None else [_rank(rank) for rank in sample.ranks],
     }
 
 
@@ -179,6 +180,28 @@ def _last_exit(last: LastExit | None, clock: Clock) -> dict[str, Any] | None:
         "at": clock(last.at),
         "generation": last.generation,
         "advice": last.advice,
+    }
+
+
+def _service(engine: Engine) -> dict[str, float | None]:
+    points = engine.watch.points if engine.watch is not None and isinstance(engine.phase, Ready) else ()
+    return {
+        "tokens_per_s": _number(service.rate_per_s(points, _RATE_S), 1),
+        "ttft_p95_ms": _number(service.ttft_p95_ms(points), 1),
+        "prefix_hit_rate": _number(service.hit_rate(points), 4),
+        "draft_acceptance_rate": _number(service.acceptance_rate(points), 4),
+    }
+
+
+def _rank(rank: RankMetrics) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "running": rank.running,
+        "waiting": rank.waiting,
+        "total_blocks": rank.total_blocks,
+        "free_blocks": rank.free_blocks,
+        "usage": rank.kv_usage,
+        "preemptions": rank.preemptions,
     }
 
 

@@ -1,0 +1,106 @@
+"""Rules for an engine that does not work any more: dead, unreachable, stalled, unresponsive.
+
+HTTP alone proves nothing: `/health` stays 200 on a hung engine (measured: SIGSTOP of EngineCore or Worker), and a busy
+one has needed 10 s for `/health` and 30 s for `/metrics`. So each rule needs evidence of its own kind, repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from supervisord.core.model import Reason, Sample
+from supervisord.core.rules import Finding, Remedy
+from supervisord.core.spec import EngineSpec
+from supervisord.core.watch import Watch
+
+UNAVAILABLE_LOOKS: Final = 2
+STALL_TOLD_AFTER_S: Final = 60.0
+REFUSED_AFTER_S: Final = 30.0
+"""Refused while ready means that nobody listens any more; a socket that is only slow times out instead."""
+
+
+def engine_dead(watch: Watch) -> Finding | None:
+    """`/health` 503: vLLM itself says that its engine died (it then lives on for seconds, or for ever: A09)."""
+    if watch.unavailable == 0:
+        return None
+    reason = Reason(
+        "engine_dead", f"/health answered 503 {watch.unavailable} times in a row ({UNAVAILABLE_LOOKS} decide)"
+    )
+    remedy = Remedy.KILL if watch.unavailable >= UNAVAILABLE_LOOKS else Remedy.CONFIRM
+    return Finding(reason, remedy, {"looks": watch.unavailable, "looks_max": UNAVAILABLE_LOOKS})
+
+
+def unreachable(watch: Watch, spec: EngineSpec, now: float) -> Finding | None:
+    """`/health` and `/metrics` both fail; timeouts also need failed canaries, a refused connection does not."""
+    if watch.refused_since is not None:
+        return _refused(now - watch.refused_since)
+    if watch.failing_since is None:
+        return None
+    failing_s, limit_s = now - watch.failing_since, spec.restart.unreachable_after_s
+    failures, failures_max = watch.canary.failures, spec.probe.canary_failures
+    if failing_s < min(STALL_TOLD_AFTER_S, limit_s):
+        return None
+    text = (
+        f"/health and /metrics have failed for {failing_s:.0f} s (unreachable_after_s {limit_s:g}) "
+        f"and {failures} canaries in a row (canary_failures {failures_max})"
+    )
+    decided = failing_s >= limit_s and failures >= failures_max
+    numbers = {"failing_s": round(failing_s, 1), "limit_s": limit_s, "canaries": failures, "canaries_max": failures_max}
+    return Finding(Reason("unreachable", text), Remedy.KILL if decided else Remedy.CONFIRM, numbers)
+
+
+def _refused(refused_s: float) -> Finding:
+    text = f"nobody has listened on its port for {refused_s:.0f} s ({REFUSED_AFTER_S:g} s decide); its process lives"
+    remedy = Remedy.KILL if refused_s >= REFUSED_AFTER_S else Remedy.CONFIRM
+    numbers = {"refused_s": round(refused_s, 1), "limit_s": REFUSED_AFTER_S}
+    return Finding(Reason("unreachable", text), remedy, numbers)
+
+
+def stalled(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | None:
+    """Work is pending on a rank and none of its counters moved, though they were read anew.
+
+    A canary that completed on it since is proof of life, but only where there is one rank: with several nobody knows
+    which one it reached, so each is judged by its own counters.
+    """
+    if not sample.ranks or watch.asleep:
+        return None
+    worst: tuple[float, int] | None = None
+    for rank in watch.ranks:
+        since = rank.still_since
+        if since is None:
+            continue
+        if len(watch.ranks) == 1 and watch.canary.ok_at is not None:
+            since = max(since, watch.canary.ok_at)
+        still_s = sample.at - since
+        if worst is None or still_s > worst[0]:
+            worst = (still_s, rank.rank)
+    limit_s = spec.restart.stall_after_s
+    if worst is None or worst[0] < min(STALL_TOLD_AFTER_S, limit_s):
+        return None
+    still_s, number = worst
+    where = f" on rank {number}" if len(watch.ranks) > 1 else ""
+    text = (
+        f"{sample.running or 0} running and {sample.waiting or 0} waiting requests, and no step or token{where} "
+        f"for {still_s:.0f} s (stall_after_s {limit_s:g})"
+    )
+    numbers = {
+        "still_s": round(still_s, 1),
+        "limit_s": limit_s,
+        "rank": number,
+        "running": sample.running,
+        "waiting": sample.waiting,
+    }
+    return Finding(Reason("stalled", text), Remedy.KILL if still_s >= limit_s else Remedy.CONFIRM, numbers)
+
+
+def unresponsive(watch: Watch, spec: EngineSpec) -> Finding | None:
+    """Nothing moved and canaries fail: a wedge that looks idle (A03)."""
+    failures, failures_max = watch.canary.failures, spec.probe.canary_failures
+    if failures == 0 or watch.asleep:
+        return None
+    text = (
+        f"{failures} {'canary' if failures == 1 else 'canaries'} in a row had no whole answer within {spec.probe.canary_deadline_s:g} s "
+        f"(canary_failures {failures_max}) and nothing else moved"
+    )
+    numbers = {"canaries": failures, "canaries_max": failures_max, "deadline_s": spec.probe.canary_deadline_s}
+    return Finding(Reason("unresponsive", text), Remedy.KILL if failures >= failures_max else Remedy.CONFIRM, numbers)
