@@ -11,7 +11,7 @@ from typing import Final
 
 from supervisord.core import ending, voluntary, watch
 from supervisord.core.messages import CanaryEnded, KeepEvidence, Probe, SendCanary, Severity
-from supervisord.core.model import After, Engine, ExitClass, LastExit, Ready, Reason
+from supervisord.core.model import After, Draining, Engine, Ready, Reason
 from supervisord.core.rules import Finding, Remedy, blocks, hanging, service
 from supervisord.core.samples import Sample
 from supervisord.core.turn import Turn
@@ -28,61 +28,87 @@ DEEDS: Final = {
     Remedy.KILL: "killed and started again",
 }
 
+EVIDENCE_BEFORE: Final = frozenset({Remedy.RESTART, Remedy.KILL})
+
 CONFIRMED_BY_CANARY: Final = frozenset({"free_blocks", "unreachable", "unresponsive"})
 """While one of these is looked into, canaries follow each other instead of waiting for a quiet minute."""
 
 
 def on_sampled(turn: Turn, engine: Engine, phase: Ready, sample: Sample) -> None:
     """Judge a look at a ready engine."""
-    seen = engine.watch if engine.watch is not None else watch.Watch(moved_at=turn.now)
+    seen = engine.watch if engine.watch is not None else watch.Watch(since=turn.now, moved_at=turn.now)
+    if seen.since < engine.since:
+        seen = watch.renewed(seen, turn.now)
     seen = watch.looked(seen, sample)
     seen = watch.blocks_looked(seen, sample, low=blocks.is_low(engine.spec, sample))
-    engine = _with_pool(turn.put(replace(engine, watch=seen, sample=sample)), sample)
-    _judge(turn, turn.put(engine), phase, sample)
+    text = None if seen.told_limit else blocks.limit_text(engine.spec, sample)
+    if text is not None:
+        turn.record("free_blocks_rule", engine, f"{engine.spec.name}: {text}")
+        seen = replace(seen, told_limit=True)
+    engine = turn.put(_with_pool(replace(engine, watch=seen, sample=sample), blocks.believed_pool(seen)))
+    _judge(turn, engine, phase, seen, sample)
 
 
-def _with_pool(engine: Engine, sample: Sample) -> Engine:
+def _with_pool(engine: Engine, pool: int | None) -> Engine:
     """Remember the size of the KV pool as a good start's, unless it is a shortfall."""
-    pool, good = sample.pool_blocks, engine.good_blocks
-    if pool is None or pool == good or blocks.is_short(pool, good):
+    good = engine.good_blocks
+    if pool is None or blocks.is_short(pool, good) or (pool, False) == (good, engine.shortfall_retried):
         return engine
     return replace(engine, good_blocks=pool, shortfall_retried=False)
 
 
-def findings(engine: Engine, sample: Sample, now: float) -> list[Finding]:
+def findings(engine: Engine, seen: watch.Watch, sample: Sample) -> list[Finding]:
     """What every rule says, the strongest first; equal ones in the order below."""
-    seen, spec = engine.watch, engine.spec
-    if seen is None:
-        return []
+    spec = engine.spec
     found = (
         hanging.engine_dead(seen),
-        hanging.unreachable(seen, spec, now),
+        hanging.unreachable(seen, sample, spec),
         hanging.stalled(seen, sample, spec),
-        hanging.unresponsive(seen, spec),
+        hanging.unresponsive(seen, sample, spec),
         blocks.free_blocks(seen, sample, spec),
-        blocks.kv_shortfall(sample.pool_blocks, engine.good_blocks, sample, spec),
+        blocks.kv_shortfall(seen, sample, spec, engine.good_blocks),
         service.garbage(seen),
         service.slo(seen, spec),
     )
     return sorted((one for one in found if one is not None), key=lambda one: -HARM.index(one.remedy))
 
 
-def _judge(turn: Turn, engine: Engine, phase: Ready, sample: Sample) -> None:
-    found = findings(engine, sample, turn.now)
-    _tell(turn, engine, phase, found)
-    strongest = found[0] if found else None
-    confirming = strongest is not None and strongest.remedy is not Remedy.TELL
-    reasons = tuple(one.reason for one in found)
+def _unseen(found: tuple[Reason, ...], sample: Sample) -> list[Reason]:
+    """Reasons that this look could not see, whether they still hold: they are neither over nor stronger."""
+    blind = set() if sample.ranks else {"stalled"}
+    if sample.free_blocks is None or sample.pending is None:
+        blind |= {"free_blocks", "kv_pressure"}
+    return [reason for reason in found if reason.code in blind]
+
+
+def _judge(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: Sample) -> None:
+    found = [_permitted(turn, engine, one) for one in findings(engine, seen, sample)]
+    codes = {one.reason.code for one in found}
+    reasons = [one.reason for one in found]
+    reasons += [reason for reason in _unseen(phase.found, sample) if reason.code not in codes]
+    _tell(turn, engine, phase, found, reasons)
+    confirming = any(one.remedy is Remedy.CONFIRM for one in found)
     next_look_at = turn.now + CONFIRM_EVERY_S if confirming else None
-    engine = turn.enter(engine, replace(phase, found=reasons, next_look_at=next_look_at))
-    if strongest is not None:
+    engine = turn.enter(engine, replace(phase, found=tuple(reasons), next_look_at=next_look_at))
+    strongest = max(found, key=lambda one: HARM.index(one.remedy), default=None)
+    if strongest is not None and strongest.remedy in DEEDS:
         _act(turn, engine, strongest)
-    after = turn.engine(engine.spec.name)
-    if after is not None:
-        consider_canary(turn, after)
+    else:
+        consider_canary(turn, engine)
 
 
-def _tell(turn: Turn, engine: Engine, phase: Ready, found: list[Finding]) -> None:
+def _permitted(turn: Turn, engine: Engine, finding: Finding) -> Finding:
+    """A voluntary restart happens once, and when the node allows it; until then it is only told, with the reason."""
+    if finding.remedy is not Remedy.REPLACE:
+        return finding
+    why = "a restart did not help" if engine.shortfall_retried else voluntary.closed(turn, engine)
+    if why is None:
+        return finding
+    reason = Reason(finding.reason.code, f"{finding.reason.message}; not restarted: {why}")
+    return replace(finding, reason=reason, remedy=Remedy.TELL)
+
+
+def _tell(turn: Turn, engine: Engine, phase: Ready, found: list[Finding], reasons: list[Reason]) -> None:
     """Tell what began and what ended, once each."""
     before = {reason.code for reason in phase.found}
     name = engine.spec.name
@@ -90,42 +116,29 @@ def _tell(turn: Turn, engine: Engine, phase: Ready, found: list[Finding]) -> Non
         if one.reason.code not in before:
             text = f"{name} is degraded: {one.reason.message}"
             turn.record("degraded", engine, text, severity=Severity.WARNING, reason=one.reason, **dict(one.numbers))
-    now = {one.reason.code for one in found}
+    now = {reason.code for reason in reasons}
     for reason in phase.found:
         if reason.code not in now:
             text = f"{name}: {reason.code} is over; it was: {reason.message}"
             turn.record("recovered", engine, text, severity=Severity.NOTICE, reason=reason)
 
 
-def _act(turn: Turn, engine: Engine, strongest: Finding) -> None:
-    reason, remedy = strongest.reason, strongest.remedy
-    if remedy is Remedy.KILL:
-        _verdict(turn, engine, strongest)
-        turn.do(KeepEvidence(engine.spec.name, engine.generation, reason.code))
-        ending.kill(turn, _blamed(turn, engine, reason), After.CRASH, reason)
-    elif remedy is Remedy.RESTART:
-        _verdict(turn, engine, strongest)
-        turn.do(KeepEvidence(engine.spec.name, engine.generation, reason.code))
-        ending.stop(turn, _blamed(turn, engine, reason), After.CRASH, reason, at_once=False)
-    elif remedy is Remedy.DRAIN:
-        _verdict(turn, engine, strongest)
-        ending.drain(turn, _blamed(turn, engine, reason), After.CRASH, reason, recoverable=True)
-    elif remedy is Remedy.REPLACE and not engine.shortfall_retried and voluntary.closed(turn, engine) is None:
-        _verdict(turn, engine, strongest)
-        engine = turn.put(replace(engine, replacing=True, shortfall_retried=True))
-        ending.stop(turn, engine, After.START, reason, at_once=False)
-
-
-def _verdict(turn: Turn, engine: Engine, finding: Finding) -> None:
-    text = f"{engine.spec.name}: {finding.reason.message}: it is {DEEDS[finding.remedy]}"
-    numbers = dict(finding.numbers)
-    turn.record("verdict", engine, text, severity=Severity.ERROR, reason=finding.reason, **numbers)
-
-
-def _blamed(turn: Turn, engine: Engine, reason: Reason) -> Engine:
-    """The last exit that this will be, so that budget and back-off count it as a failure."""
-    last = LastExit(ExitClass.CRASH, None, None, turn.now, engine.generation, reason.message)
-    return turn.put(replace(engine, last_exit=last))
+def _act(turn: Turn, engine: Engine, finding: Finding) -> None:
+    name, reason = engine.spec.name, finding.reason
+    text = f"{name}: {reason.message}: it is {DEEDS[finding.remedy]}"
+    turn.record("verdict", engine, text, severity=Severity.ERROR, reason=reason, **dict(finding.numbers))
+    if finding.remedy in EVIDENCE_BEFORE:
+        turn.do(KeepEvidence(name, engine.generation, reason.code))
+    match finding.remedy:
+        case Remedy.KILL:
+            ending.kill(turn, engine, After.CRASH, reason)
+        case Remedy.RESTART:
+            ending.stop(turn, engine, After.CRASH, reason, at_once=False)
+        case Remedy.DRAIN:
+            ending.drain(turn, engine, After.CRASH, reason, recoverable=True)
+        case _:
+            engine = turn.put(replace(engine, replacing=True, shortfall_retried=True))
+            ending.stop(turn, engine, After.START, reason, at_once=False)
 
 
 # --- canaries ---------------------------------------------------------------------------------------------------------
@@ -133,27 +146,30 @@ def _blamed(turn: Turn, engine: Engine, reason: Reason) -> Engine:
 
 def consider_canary(turn: Turn, engine: Engine) -> None:
     """Send one if it is time."""
-    phase, seen, spec = engine.phase, engine.watch, engine.spec
-    if not isinstance(phase, Ready) or seen is None:
+    phase, seen, sample, spec = engine.phase, engine.watch, engine.sample, engine.spec
+    if not isinstance(phase, Ready) or seen is None or sample is None:
         return
     confirming = any(reason.code in CONFIRMED_BY_CANARY for reason in phase.found)
-    pending = engine.sample.pending if engine.sample is not None else None
-    moving = turn.now - seen.moved_at < spec.probe.canary_after_s and not (confirming and not pending)
-    if not moving and watch.canary_due(seen, spec.probe, turn.now, confirming=confirming):
+    busy = watch.pending(seen, sample) is True
+    if watch.canary_due(seen, spec, turn.now, confirming=confirming, busy=busy):
         turn.put(replace(engine, watch=watch.canary_sent(seen, turn.now)))
         turn.do(SendCanary(spec.name, engine.generation))
 
 
 def on_canary_ended(turn: Turn, engine: Engine, seen: CanaryEnded) -> None:
     """Remember how a canary ended; the next look judges it."""
-    if engine.watch is None or not isinstance(engine.phase, Ready):
+    old, name = engine.watch, engine.spec.name
+    if old is None or not isinstance(engine.phase, Ready | Draining) or old.canary.sent_at is None:
         return
-    if not seen.possible:
-        remembered = watch.canary_impossible(engine.watch)
+    if seen.possible:
+        remembered = watch.canary_ended(old, turn.now, ok=seen.ok, sane=seen.sane)
     else:
-        remembered = watch.canary_ended(engine.watch, turn.now, ok=seen.ok, sane=seen.sane)
+        remembered = watch.canary_impossible(old)
+        text = f"{name} cannot be asked for a completion ({seen.detail}): it is judged by its counters alone"
+        turn.record("canary_impossible", engine, text, severity=Severity.WARNING)
     turn.put(replace(engine, watch=remembered))
-    turn.do(Probe(engine.spec.name, engine.generation))
+    if isinstance(engine.phase, Ready):
+        turn.do(Probe(name, engine.generation))
 
 
 def on_clock(turn: Turn, engine: Engine) -> None:
@@ -161,11 +177,13 @@ def on_clock(turn: Turn, engine: Engine) -> None:
     phase, seen, spec = engine.phase, engine.watch, engine.spec
     if not isinstance(phase, Ready):
         return
+    look = False
     if seen is not None:
         outlived = watch.canary_outlived(seen, spec.probe, turn.now)
-        if outlived is not seen:
-            engine = turn.put(replace(engine, watch=outlived))
-            turn.do(Probe(spec.name, engine.generation))
+        look = outlived is not seen
+        engine = turn.put(replace(engine, watch=outlived)) if look else engine
     if phase.next_look_at is not None and turn.now >= phase.next_look_at:
         turn.enter(engine, replace(phase, next_look_at=turn.now + CONFIRM_EVERY_S))
+        look = True
+    if look:
         turn.do(Probe(spec.name, engine.generation))

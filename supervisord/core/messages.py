@@ -307,7 +307,7 @@ class SendCanary:
 
 @dataclass(frozen=True, slots=True)
 class KeepEvidence:
-    """Before a kill: stacks, states, last lines, the last page; to a file that the record of the kill names."""
+    """Before a kill: stacks, states, last lines of output; to a file under `evidence`."""
 
     engine: str
     generation: int

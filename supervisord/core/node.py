@@ -178,7 +178,7 @@ def _on_sampled(turn: Turn, engine: Engine, seen: Sampled) -> None:
     if not isinstance(phase, Ready | Draining):
         return
     sample, old = seen.sample, engine.sample
-    if old is not None and sample.at < old.at:
+    if old is not None and sample.at <= old.at:
         return
     if old is not None and sample.host_bytes is None:
         sample = replace(sample, host_bytes=old.host_bytes, host_at=old.host_at)

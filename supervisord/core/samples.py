@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+Odometer = tuple[float | None, float | None, float | None]
+"""Counters that move when a rank works: steps, prompt tokens, generated tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
@@ -51,8 +54,8 @@ class RankMetrics:
         return bool(self.running) or bool(self.waiting)
 
     @property
-    def odometer(self) -> tuple[float | None, float | None, float | None]:
-        """Counters that move when the rank works: steps, prompt tokens, generated tokens."""
+    def odometer(self) -> Odometer:
+        """What moves when it works."""
         return self.iterations, self.prompt_tokens, self.generation_tokens
 
 

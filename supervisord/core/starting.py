@@ -159,7 +159,7 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
         replace(
             engine,
             ready_since=turn.now,
-            watch=Watch(moved_at=turn.now),
+            watch=Watch(since=turn.now, moved_at=turn.now),
             replacing=False,
             good_blocks=engine.good_blocks if engine.good_plan_id == engine.running_plan_id else None,
             good_plan_id=engine.running_plan_id,

@@ -184,7 +184,8 @@ def _last_exit(last: LastExit | None, clock: Clock) -> dict[str, Any] | None:
 
 
 def _service(engine: Engine) -> dict[str, float | None]:
-    points = engine.watch.points if engine.watch is not None and isinstance(engine.phase, Ready) else ()
+    known = engine.watch is not None and engine.sample is not None and engine.sample.ranks
+    points = engine.watch.points if engine.watch is not None and known and isinstance(engine.phase, Ready) else ()
     return {
         "tokens_per_s": _number(service.rate_per_s(points, _RATE_S), 1),
         "ttft_p95_ms": _number(service.ttft_p95_ms(points), 1),

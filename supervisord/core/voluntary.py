@@ -6,8 +6,13 @@ maintenance window is open, if it has one. Restarts of sick engines never wait f
 
 from __future__ import annotations
 
-from supervisord.core.model import Engine, Ready
+from typing import Final
+
+from supervisord.core.model import Engine, State
 from supervisord.core.turn import Turn
+
+DONE_WITH: Final = frozenset({State.STOPPED, State.FAILED})
+"""A replacement that ended here is over: nobody waits for it."""
 
 
 def closed(turn: Turn, engine: Engine) -> str | None:
@@ -16,12 +21,12 @@ def closed(turn: Turn, engine: Engine) -> str | None:
     others = [other for other in turn.engines() if other.spec.name != spec.name]
     if spec.restart.maintenance_window and (engine.window_until is None or turn.now >= engine.window_until):
         return f"its maintenance window is closed ({spec.restart.maintenance_window})"
-    under_way = next((other.spec.name for other in others if other.replacing), None)
+    under_way = next((o.spec.name for o in others if o.replacing and o.state not in DONE_WITH), None)
     if under_way is not None:
         return f"{under_way} is being replaced, one at a time"
-    if spec.replica_group is not None:
-        group = [o for o in others if o.spec.replica_group == spec.replica_group and o.wanted]
-        down = next((other.spec.name for other in group if not isinstance(other.phase, Ready)), None)
-        if down is not None:
-            return f"{down} of its replica group {spec.replica_group} is not ready"
+    if spec.replica_group is None:
+        return None
+    group = [o for o in others if o.spec.replica_group == spec.replica_group and o.wanted]
+    if group and not any(o.state is State.READY for o in group):
+        return f"it is the last ready engine of its replica group {spec.replica_group}"
     return None

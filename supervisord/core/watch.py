@@ -1,7 +1,7 @@
 """What is remembered of an engine between two looks, so that rules can judge runs of evidence instead of moments.
 
 Three facts are kept apart: HTTP answers (or how it fails), the engine's counters move, a canary comes back. A look that
-failed is a missing sample: it is remembered as that, and never read as "nothing moved".
+did not see something says nothing about it: it neither begins nor ends a run of evidence.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from supervisord.core.samples import Histogram, RankMetrics, Sample
-from supervisord.core.spec import ProbeSpec
+from supervisord.core.samples import Histogram, Odometer, RankMetrics, Sample
+from supervisord.core.spec import EngineSpec, ProbeSpec
 
 WINDOW_S: Final = 300.0
 """Percentiles and rates are taken over this sliding window."""
@@ -18,16 +18,22 @@ WINDOW_S: Final = 300.0
 POINT_EVERY_S: Final = 15.0
 HTTP_SERVICE_UNAVAILABLE: Final = 503
 
-Odometer = tuple[float | None, float | None, float | None]
+PROOF_FRACTION: Final = 1 / 3
+"""Of `stall_after_s`: after this much of it a canary is sent, and so long it has to come back before the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankWatch:
-    """One rank. `still_since`: since when work was seen pending without any counter moving; None: it moves or idles."""
+    """One rank. `still_since`: since when work is pending without any counter moving; None: it moves, idles or sleeps.
+
+    `seen_at`: the last look that saw its counters and its gauges. What lies between that and `still_since` is proven,
+    because counters only grow.
+    """
 
     rank: int
     odometer: Odometer
     moved_at: float
+    seen_at: float
     still_since: float | None = None
     pending: bool | None = None
 
@@ -60,58 +66,99 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """One ready engine, since it became ready."""
+    """One ready engine, since it became ready (`since`)."""
 
+    since: float
     moved_at: float
     ranks: tuple[RankWatch, ...] = ()
     unavailable: int = 0
-    """`/health` 503 in a row."""
+    """Looks that saw `/health` 503, without another answer between them."""
     failing_since: float | None = None
     """Since when `/health` and `/metrics` both fail."""
     refused_since: float | None = None
     low_since: float | None = None
     low_samples: int = 0
     low_canaries: int = 0
-    """Canaries that came back while blocks were low and nothing ran."""
+    """Canaries that came back while blocks were low and nothing else ran."""
+    pool: int | None = None
+    pool_looks: int = 0
+    """Looks in a row that saw this KV pool."""
+    told_limit: bool = False
+    """What the free-blocks rule goes by has been said."""
     asleep: bool = False
     canary: Canary = Canary()
     points: tuple[Point, ...] = ()
 
 
+def renewed(old: Watch, now: float) -> Watch:
+    """Begin anew after a time in which nobody judged (a drain that was taken back): old evidence is none.
+
+    A canary that is still outstanding stays the only one, and its clock starts over.
+    """
+    canary = replace(old.canary, failures=0, counted=0, sent_at=None if old.canary.sent_at is None else now)
+    return Watch(since=now, moved_at=now, told_limit=old.told_limit, canary=canary, points=old.points)
+
+
 def looked(watch: Watch, sample: Sample) -> Watch:
     """Remember one look."""
-    watch = _reachability(watch, sample)
+    watch = replace(_reachability(watch, sample), points=_points(watch.points, sample))
     if not sample.ranks:
         return watch
     known = {rank.rank: rank for rank in watch.ranks}
     ranks = tuple(_rank(known.get(rank.rank), rank, sample.at) for rank in sample.ranks)
     moved_at = max([watch.moved_at, *(rank.moved_at for rank in ranks)])
+    asleep = any(rank.awake is False for rank in sample.ranks)
     canary = watch.canary
     if moved_at > watch.moved_at:
         canary = replace(canary, failures=0)
+    if asleep and canary.sent_at is not None:
+        # It cannot come back before the engine wakes up.
+        canary = replace(canary, sent_at=sample.at, counted=0)
+    pool = sample.pool_blocks if sample.pool_blocks is not None else watch.pool
     return replace(
         watch,
         ranks=ranks,
         moved_at=moved_at,
-        asleep=any(rank.awake is False for rank in sample.ranks),
+        asleep=asleep,
         canary=canary,
-        points=_points(watch.points, sample),
+        pool=pool,
+        pool_looks=(watch.pool_looks if pool == watch.pool else 0) + (sample.pool_blocks is not None),
     )
 
 
 def blocks_looked(watch: Watch, sample: Sample, *, low: bool | None) -> Watch:
     """Remember whether this look saw too few free blocks; None says nothing, and is no recovery either."""
+    if low is False or watch.asleep:
+        return replace(watch, low_since=None, low_samples=0, low_canaries=0)
     if low is None:
         return watch
-    if not low:
-        return replace(watch, low_since=None, low_samples=0, low_canaries=0)
     since = watch.low_since if watch.low_since is not None else sample.at
-    canaries = 0 if sample.pending else watch.low_canaries
+    canaries = 0 if pending(watch, sample) else watch.low_canaries
     return replace(watch, low_since=since, low_samples=watch.low_samples + 1, low_canaries=canaries)
 
 
+def pending(watch: Watch, sample: Sample) -> bool | None:
+    """Whether requests of others than our own canary run or wait; None when no gauge is known."""
+    if sample.pending is None:
+        return None
+    own = 0 if watch.canary.sent_at is None else 1
+    return (sample.running or 0) + (sample.waiting or 0) > own
+
+
+def still(watch: Watch, at: float) -> bool:
+    """Whether the look at `at` saw work pending on a rank that does not move."""
+    return any(rank.still_since is not None and rank.seen_at == at for rank in watch.ranks)
+
+
+def sees_movement(watch: Watch, at: float) -> bool:
+    """Whether the look at `at` saw the counters of every rank."""
+    return bool(watch.ranks) and all(rank.seen_at == at for rank in watch.ranks)
+
+
 def _reachability(watch: Watch, sample: Sample) -> Watch:
-    unavailable = watch.unavailable + 1 if sample.health_status == HTTP_SERVICE_UNAVAILABLE else 0
+    unavailable = watch.unavailable
+    if sample.health_status is not None:
+        unavailable = unavailable + 1 if sample.health_status == HTTP_SERVICE_UNAVAILABLE else 0
     failed = sample.health_error is not None and not sample.metrics_ok
     refused = sample.health_error == "refused"
     return replace(
@@ -124,27 +171,29 @@ def _reachability(watch: Watch, sample: Sample) -> Watch:
 
 def _rank(old: RankWatch | None, new: RankMetrics, at: float) -> RankWatch:
     if old is None:
-        return RankWatch(new.rank, new.odometer, moved_at=at, pending=new.pending)
-    if all(value is None for value in new.odometer):
-        # Nothing is known of its counters: neither movement nor stillness.
-        return replace(old, still_since=None, pending=new.pending)
-    moved = any(a is not None and b is not None and a != b for a, b in zip(old.odometer, new.odometer, strict=True))
-    merged = tuple(b if b is not None else a for a, b in zip(old.odometer, new.odometer, strict=True))
+        return RankWatch(new.rank, new.odometer, moved_at=at, seen_at=at, pending=new.pending)
+    pairs = tuple(zip(old.odometer, new.odometer, strict=True))
+    merged = tuple(after if after is not None else before for before, after in pairs)
     odometer: Odometer = (merged[0], merged[1], merged[2])
-    if moved or not new.pending:
-        return RankWatch(new.rank, odometer, moved_at=at if moved else old.moved_at, pending=new.pending)
-    return RankWatch(
-        new.rank,
-        odometer,
-        moved_at=old.moved_at,
-        still_since=old.still_since if old.still_since is not None else at,
-        pending=True,
-    )
+    if new.awake is False or any(None not in pair and pair[0] != pair[1] for pair in pairs):
+        # Sleep is stillness with a known cause; what follows it begins anew.
+        return RankWatch(new.rank, odometer, moved_at=at, seen_at=at, pending=new.pending)
+    # Steps are the heartbeat. Without them both kinds of tokens are needed: a prefill generates none.
+    steps, prompt, generated = (None not in pair for pair in pairs)
+    if new.pending is None or not (steps or (prompt and generated)):
+        return replace(old, odometer=odometer)
+    since = None
+    if new.pending:
+        began_at = old.moved_at if old.pending else at
+        since = old.still_since if old.still_since is not None else began_at
+    return RankWatch(new.rank, odometer, moved_at=old.moved_at, seen_at=at, still_since=since, pending=new.pending)
 
 
 def _points(points: tuple[Point, ...], sample: Sample) -> tuple[Point, ...]:
-    kept = tuple(point for point in points if point.at >= sample.at - WINDOW_S)
-    if kept and sample.at - kept[-1].at < POINT_EVERY_S:
+    kept = points
+    if points and points[0].at < sample.at - WINDOW_S:
+        kept = tuple(point for point in points if point.at >= sample.at - WINDOW_S)
+    if not sample.ranks or (kept and sample.at - kept[-1].at < POINT_EVERY_S):
         return kept
     return (*kept, point_of(sample))
 
@@ -177,17 +226,22 @@ def _joined(histograms: list[Histogram | None]) -> Histogram | None:
 # --- canary -----------------------------------------------------------------------------------------------------------
 
 
-def canary_due(watch: Watch, spec: ProbeSpec, now: float, *, confirming: bool) -> bool:
+def canary_due(watch: Watch, spec: EngineSpec, now: float, *, confirming: bool, busy: bool) -> bool:
     """Whether one should be sent: none is outstanding, nothing moves, the engine is not asleep.
 
-    While a rule is being confirmed the next follows its predecessor by one deadline, otherwise by `canary_after_s`.
+    `busy`: others have work pending; then a stall is being judged, which may be shorter than `canary_after_s`.
+    `confirming`: a rule waits for canaries; then one follows the other by one deadline, at once if nobody is busy.
     """
     canary = watch.canary
     if canary.sent_at is not None or watch.asleep or not canary.possible:
         return False
-    if confirming:
-        return canary.ended_at is None or now >= canary.ended_at + spec.canary_deadline_s
-    return now >= max(watch.moved_at, canary.ended_at or 0.0) + spec.canary_after_s
+    quiet_s = spec.probe.canary_after_s
+    if busy:
+        quiet_s = min(quiet_s, PROOF_FRACTION * spec.restart.stall_after_s)
+    if not (confirming and not busy) and now < watch.moved_at + quiet_s:
+        return False
+    pause_s = spec.probe.canary_deadline_s if confirming else quiet_s
+    return canary.ended_at is None or now >= canary.ended_at + pause_s
 
 
 def canary_sent(watch: Watch, now: float) -> Watch:
@@ -201,28 +255,31 @@ def canary_ended(watch: Watch, now: float, *, ok: bool, sane: bool) -> Watch:
     if ok:
         canary = replace(old, failures=0, ok_at=now, garbage=0 if sane else old.garbage + 1)
     else:
-        canary = replace(old, failures=old.failures + (1 if old.counted == 0 else 0))
+        canary = replace(old, failures=old.failures + (1 if old.counted == 0 and not watch.asleep else 0))
     low = watch.low_canaries + 1 if ok and watch.low_since is not None else watch.low_canaries
     return replace(watch, canary=replace(canary, sent_at=None, counted=0, ended_at=now), low_canaries=low)
 
 
 def canary_impossible(watch: Watch) -> Watch:
     """This engine cannot be asked (no completions, another key): that is no evidence, and is not tried again."""
-    return replace(watch, canary=replace(watch.canary, sent_at=None, counted=0, possible=False))
+    return replace(watch, canary=replace(watch.canary, sent_at=None, counted=0, failures=0, possible=False))
 
 
 def canary_outlived(watch: Watch, spec: ProbeSpec, now: float) -> Watch:
     """Count each deadline that the outstanding canary outlives as a failure.
 
-    It is neither aborted (an abort mid-decode has wedged engines, A05) nor joined by another one.
+    It is neither aborted (an abort mid-decode has wedged engines, A05) nor joined by another one. Deadlines that passed
+    while nobody looked at the clock (a daemon that was stopped, a reload with a shorter one) count once.
     """
     canary = watch.canary
     if canary.sent_at is None:
         return watch
-    outlived = int((now - canary.sent_at) // spec.canary_deadline_s)
-    if outlived <= canary.counted:
+    outlived = max(canary.counted, int((now - canary.sent_at) // spec.canary_deadline_s))
+    while now >= canary.sent_at + (outlived + 1) * spec.canary_deadline_s:
+        outlived += 1
+    if outlived == canary.counted:
         return watch
-    failures = canary.failures + outlived - canary.counted
+    failures = canary.failures + (0 if watch.asleep else 1)
     return replace(watch, canary=replace(canary, counted=outlived, failures=failures))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -14,8 +15,11 @@ from typing import Final
 from supervisord.launcher import procfs
 
 KEPT_FILES: Final = 20
-STACKS_S: Final = 3.0
-"""py-spy may take so long for each process, and so long in all for the last ones."""
+STACK_S: Final = 2.0
+"""py-spy may take so long for one process."""
+
+STACKS_S: Final = 6.0
+"""And so long for all of them: the kill waits, and what does not die within 30 s of it counts as unkillable."""
 
 _FILE_BYTES: Final = 64 * 1024
 _PROC_FILES: Final = ("status", "wchan", "stack")
@@ -24,37 +28,38 @@ _PROC_FILES: Final = ("status", "wchan", "stack")
 def collect(path: Path, heading: str, pids: Sequence[int], tail: Iterable[str]) -> None:
     """Write one file. Raises OSError."""
     parts = [heading, "", "== last lines of its output", *tail]
+    until = time.monotonic() + STACKS_S
     for pid in pids:
         stat = procfs.read_stat(pid)
         if stat is not None:
-            parts += ["", f"== {procfs.describe(stat)}", *_of_process(pid)]
+            parts += ["", f"== {procfs.describe(stat)}", *_of_process(pid, until)]
     path.parent.mkdir(mode=0o700, exist_ok=True)
     path.touch(mode=0o600)
     path.write_text("\n".join(parts) + "\n", encoding="utf-8", errors="replace")
     _prune(path.parent)
 
 
-def _of_process(pid: int) -> Iterable[str]:
+def _of_process(pid: int, until: float) -> Iterable[str]:
     for name in _PROC_FILES:
         text = _read(Path(f"/proc/{pid}/{name}"))
         if text:
             yield f"-- /proc/{pid}/{name}"
             yield text
-    stacks = _python_stacks(pid)
+    stacks = _python_stacks(pid, min(STACK_S, until - time.monotonic()))
     if stacks:
         yield "-- Python stacks (py-spy)"
         yield stacks
 
 
-def _python_stacks(pid: int) -> str:
+def _python_stacks(pid: int, timeout_s: float) -> str:
     program = shutil.which("py-spy")
-    if program is None:
+    if program is None or timeout_s <= 0:
         return ""
     try:
         done = subprocess.run(
             (program, "dump", "--nonblocking", "--pid", str(pid)),
             capture_output=True,
-            timeout=STACKS_S,
+            timeout=timeout_s,
             check=False,
             stdin=subprocess.DEVNULL,
         )
