@@ -12,7 +12,7 @@ from typing import Final
 from supervisord.core.model import Reason, Sample
 from supervisord.core.rules import Finding, Remedy
 from supervisord.core.spec import EngineSpec
-from supervisord.core.watch import PROOF_FRACTION, Watch, sees_movement
+from supervisord.core.watch import PROOF_FRACTION, Watch, pending, sees_movement, still
 
 UNAVAILABLE_LOOKS: Final = 2
 TOLD_AFTER_S: Final = 60.0
@@ -46,7 +46,7 @@ def unreachable(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | Non
         return None
     text = (
         f"/health and /metrics have failed for {failing_s:.0f} s (unreachable_after_s {limit_s:g}) "
-        f"and {failures} canaries in a row (canary_failures {failures_max})"
+        f"and {failures} of {failures_max} canaries in a row (canary_failures)"
     )
     decided = failing_s >= limit_s and failures >= failures_max
     numbers = {"failing_s": round(failing_s, 1), "limit_s": limit_s, "canaries": failures, "canaries_max": failures_max}
@@ -105,13 +105,13 @@ def _asked(watch: Watch, sample: Sample, spec: EngineSpec) -> bool:
 
 
 def unresponsive(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | None:
-    """Nothing moved and canaries fail: a wedge that looks idle (A03).
+    """Nothing moved and canaries fail: a wedge that looks idle (A03). With work pending, `stalled` decides, and when.
 
     Where this look cannot see whether anything moves (no metrics), an engine that is only busy would look the same, so
     canaries have to fail for as long as for `unreachable`.
     """
     failures, failures_max = watch.canary.failures, spec.probe.canary_failures
-    if failures == 0 or watch.asleep:
+    if failures == 0 or watch.asleep or (pending(watch, sample) and still(watch, sample.at)):
         return None
     deadline_s, nothing = spec.probe.canary_deadline_s, "nothing else moved"
     if not sees_movement(watch, sample.at):
