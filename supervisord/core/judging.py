@@ -89,12 +89,13 @@ def _judge(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: 
     _tell(turn, engine, phase, found, reasons)
     confirming = any(one.remedy is Remedy.CONFIRM for one in found)
     next_look_at = turn.now + CONFIRM_EVERY_S if confirming else None
-    engine = turn.enter(engine, replace(phase, found=tuple(reasons), next_look_at=next_look_at))
+    phase = replace(phase, found=tuple(reasons), next_look_at=next_look_at)
+    engine = turn.enter(engine, phase)
     strongest = max(found, key=lambda one: HARM.index(one.remedy), default=None)
     if strongest is not None and strongest.remedy in DEEDS:
         _act(turn, engine, strongest)
     else:
-        consider_canary(turn, engine)
+        _consider_canary(turn, engine, phase, seen, sample)
 
 
 def _permitted(turn: Turn, engine: Engine, finding: Finding) -> Finding:
@@ -144,11 +145,9 @@ def _act(turn: Turn, engine: Engine, finding: Finding) -> None:
 # --- canaries ---------------------------------------------------------------------------------------------------------
 
 
-def consider_canary(turn: Turn, engine: Engine) -> None:
+def _consider_canary(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: Sample) -> None:
     """Send one if it is time."""
-    phase, seen, sample, spec = engine.phase, engine.watch, engine.sample, engine.spec
-    if not isinstance(phase, Ready) or seen is None or sample is None:
-        return
+    spec = engine.spec
     confirming = any(reason.code in CONFIRMED_BY_CANARY for reason in phase.found)
     busy = watch.pending(seen, sample) is True
     if watch.canary_due(seen, spec, turn.now, confirming=confirming, busy=busy):

@@ -54,14 +54,13 @@ def quantile(old: Histogram, new: Histogram, q: float) -> float | None:
     counts = [b - a for a, b in zip(old.counts, new.counts, strict=True)]
     if not counts or min(counts) < 0 or counts[-1] < REQUESTS_MIN:
         return None
-    wanted, lower_s, below = q * counts[-1], 0.0, 0.0
-    for bound_s, count in zip(new.bounds_s, counts, strict=True):
-        if count >= wanted:
-            if bound_s == float("inf"):
-                return lower_s
-            return lower_s + (bound_s - lower_s) * (wanted - below) / (count - below)
-        lower_s, below = bound_s, count
-    return lower_s
+    wanted = q * counts[-1]
+    index = next(number for number, count in enumerate(counts) if count >= wanted)
+    lower_s, below = (new.bounds_s[index - 1], counts[index - 1]) if index else (0.0, 0.0)
+    bound_s = new.bounds_s[index]
+    if bound_s == float("inf"):
+        return lower_s
+    return lower_s + (bound_s - lower_s) * (wanted - below) / (counts[index] - below)
 
 
 def rate_per_s(points: tuple[Point, ...], latest_s: float) -> float | None:

@@ -10,7 +10,7 @@
     > exits CODE                  the main process ends
       +12.3 ...                   and what came of it
 
-The lines that came of it are written by `play`; UPDATE_TRANSCRIPTS=1 lets the test write them.
+The lines that came of it are written by `play`. test_transcripts.py is the finer tool: each observation by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Golden incidents: each failure mode of production as a transcript that is reviewed as a diff."""
+"""Golden incidents: each failure mode of production as a transcript that is reviewed as a diff (see incidents.py).
+
+TRANSCRIPTS=write writes them anew.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.core import transcripts
+from tests.core import incidents
 
-FOLDER = Path(__file__).parents[1] / "data" / "transcripts"
+FOLDER = Path(__file__).parents[1] / "data" / "incidents"
 FILES = sorted(FOLDER.glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_incident(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    now, broken = transcripts.play(text)
+    now, broken = incidents.play(text)
     assert not broken, f"{path.name}: {broken}\n{now}"
-    if os.environ.get("UPDATE_TRANSCRIPTS"):
+    if os.environ.get("TRANSCRIPTS") == "write":
         path.write_text(now, encoding="utf-8")
-    assert now == text or os.environ.get("UPDATE_TRANSCRIPTS"), now
+    assert now == text or os.environ.get("TRANSCRIPTS") == "write", now
     assert "must: " in text
     assert "must not: " in text
 
