@@ -104,6 +104,8 @@ def last_fired(trigger: CronTrigger, now: datetime, within_s: float) -> datetime
     back_s, began = _LOOK_BACK_S, None
     while began is None and back_s < 2 * within_s:
         fires = trigger.get_next_fire_time(None, now - timedelta(seconds=min(back_s, within_s)))
+        if fires is None:
+            return None  # never: 30 February
         while fires is not None and fires <= now:
             began, fires = fires, trigger.get_next_fire_time(fires, fires)
         back_s *= 2
