@@ -16,7 +16,8 @@ from supervisord.core.watch import PROOF_FRACTION, Watch, pending, sees_movement
 
 UNAVAILABLE_LOOKS: Final = 2
 TOLD_AFTER_S: Final = 60.0
-"""Stalls heal themselves (A07): a shorter one is not worth a word."""
+TOLD_FRACTION: Final = 1 / 3
+"""Stalls heal themselves (A07): one that is shorter than this, and than this part of its limit, is not worth a word."""
 REFUSED_AFTER_S: Final = 30.0
 """Refused while ready means that nobody listens any more; a socket that is only slow times out instead."""
 
@@ -42,7 +43,7 @@ def unreachable(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | Non
         return None
     failing_s, limit_s = sample.at - watch.failing_since, spec.restart.unreachable_after_s
     failures, failures_max = watch.canary.failures, spec.probe.canary_failures
-    if failing_s < min(TOLD_AFTER_S, limit_s):
+    if failing_s < _told_after_s(limit_s):
         return None
     text = (
         f"/health and /metrics have failed for {failing_s:.0f} s (unreachable_after_s {limit_s:g}) "
@@ -51,6 +52,10 @@ def unreachable(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | Non
     decided = failing_s >= limit_s and failures >= failures_max
     numbers = {"failing_s": round(failing_s, 1), "limit_s": limit_s, "canaries": failures, "canaries_max": failures_max}
     return Finding(Reason("unreachable", text), Remedy.KILL if decided else Remedy.CONFIRM, numbers)
+
+
+def _told_after_s(limit_s: float) -> float:
+    return min(TOLD_AFTER_S, TOLD_FRACTION * limit_s)
 
 
 def _refused(refused_s: float) -> Finding:
@@ -76,7 +81,7 @@ def stalled(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | None:
             since = max(since, watch.canary.ok_at)
         worst = max(worst or (0.0, rank.rank), (rank.seen_at - since, rank.rank), key=lambda one: one[0])
     limit_s = spec.restart.stall_after_s
-    if worst is None or worst[0] < min(TOLD_AFTER_S, limit_s):
+    if worst is None or worst[0] < _told_after_s(limit_s):
         return None
     still_s, number = worst
     where = "" if alone else f" on rank {number}"

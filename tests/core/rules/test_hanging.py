@@ -80,10 +80,11 @@ def test_timeouts_need_300_s_and_three_canaries() -> None:
     assert found.numbers == {"failing_s": 300.0, "limit_s": 300.0, "canaries": 3, "canaries_max": 3}
 
 
-def test_a_short_limit_is_told_when_it_decides() -> None:
-    assert failing(9.9, 3, unreachable_after_s=10) is None
-    assert remedy(failing(10.0, 2, unreachable_after_s=10)) is Remedy.CONFIRM
-    assert remedy(failing(10.0, 3, unreachable_after_s=10)) is Remedy.KILL
+def test_a_short_limit_is_told_at_a_third_of_it() -> None:
+    assert failing(9.9, 3, unreachable_after_s=30) is None
+    assert remedy(failing(10.0, 2, unreachable_after_s=30)) is Remedy.CONFIRM
+    assert remedy(failing(29.9, 3, unreachable_after_s=30)) is Remedy.CONFIRM
+    assert remedy(failing(30.0, 3, unreachable_after_s=30)) is Remedy.KILL
 
 
 # --- stalled ----------------------------------------------------------------------------------------------------------
@@ -110,9 +111,9 @@ def test_a_stall_is_told_after_60_s_and_decided_after_180() -> None:
     assert found.numbers == {"still_s": 180.0, "limit_s": 180.0, "rank": 0, "running": 2, "waiting": 1}
 
 
-def test_a_short_limit_is_its_own_first_word() -> None:
-    assert stall(14.9, FAILED, restart={"stall_after_s": 15}) is None
-    assert remedy(stall(15.0, FAILED, restart={"stall_after_s": 15})) is Remedy.KILL
+def test_a_short_stall_is_told_at_a_third_of_its_limit() -> None:
+    cases = {4.9: None, 5.0: Remedy.CONFIRM, 14.9: Remedy.CONFIRM, 15.0: Remedy.KILL}
+    assert {for_s: remedy(stall(for_s, FAILED, restart={"stall_after_s": 15})) for for_s in cases} == cases
 
 
 @pytest.mark.parametrize(
