@@ -12,7 +12,7 @@ from typing import Final
 from supervisord.core import ending, voluntary, watch
 from supervisord.core.messages import CanaryEnded, KeepEvidence, Probe, SendCanary, Severity
 from supervisord.core.model import After, Draining, Engine, Ready, Reason
-from supervisord.core.rules import Finding, Remedy, blocks, hanging, service
+from supervisord.core.rules import Finding, Remedy, blocks, creep, hanging, service
 from supervisord.core.samples import Sample
 from supervisord.core.turn import Turn
 
@@ -41,6 +41,8 @@ def on_sampled(turn: Turn, engine: Engine, phase: Ready, sample: Sample) -> None
         seen = watch.renewed(seen, turn.now)
     seen = watch.looked(seen, sample)
     seen = watch.blocks_looked(seen, sample, low=blocks.is_low(engine.spec, sample))
+    baseline = engine.warmup.memory_bytes if engine.warmup is not None else None
+    seen = watch.memory_looked(seen, sample, engine.spec.restart, baseline_bytes=baseline)
     text = None if seen.told_limit else blocks.limit_text(engine.spec, sample)
     if text is not None:
         turn.record("free_blocks_rule", engine, f"{engine.spec.name}: {text}")
@@ -66,6 +68,8 @@ def findings(engine: Engine, seen: watch.Watch, sample: Sample) -> list[Finding]
         hanging.stalled(seen, sample, spec),
         hanging.unresponsive(seen, sample, spec),
         blocks.free_blocks(seen, sample, spec),
+        creep.gpu_creep(seen.gpu, spec.restart, sample.at, capacity_bytes=None),
+        creep.host_creep(seen.host, spec.restart, sample.at, capacity_bytes=None),
         blocks.kv_shortfall(seen, sample, spec, engine.good_blocks),
         service.garbage(seen),
         service.slo(seen, spec),
@@ -99,10 +103,11 @@ def _judge(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: 
 
 
 def _permitted(turn: Turn, engine: Engine, finding: Finding) -> Finding:
-    """A voluntary restart happens once, and when the node allows it; until then it is only told, with the reason."""
+    """A voluntary restart happens when the node allows it, for a shortfall once; otherwise it is told, and why."""
     if finding.remedy is not Remedy.REPLACE:
         return finding
-    why = "a restart did not help" if engine.shortfall_retried else voluntary.closed(turn, engine)
+    retried = engine.shortfall_retried and finding.reason.code == "kv_shortfall"
+    why = "a restart did not help" if retried else voluntary.closed(turn, engine)
     if why is None:
         return finding
     reason = Reason(finding.reason.code, f"{finding.reason.message}; not restarted: {why}")
@@ -138,7 +143,8 @@ def _act(turn: Turn, engine: Engine, finding: Finding) -> None:
         case Remedy.DRAIN:
             ending.drain(turn, engine, After.CRASH, reason, recoverable=True)
         case _:
-            engine = turn.put(replace(engine, replacing=True, shortfall_retried=True))
+            retried = engine.shortfall_retried or reason.code == "kv_shortfall"
+            engine = turn.put(replace(engine, replacing=True, shortfall_retried=retried))
             ending.stop(turn, engine, After.START, reason, at_once=False)
 
 

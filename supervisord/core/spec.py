@@ -103,12 +103,15 @@ class RestartSpec:
     stall_after_s: float = key("work pending and nothing moved for this long is a stall", 180.0, low=1, high=86400)
     unreachable_after_s: float = key("/health and /metrics both fail for this long", 300.0, low=1, high=86400)
     creep_mib_per_h: float = key(
-        "memory growth that is a leak, with the margin below", 60.0, low=0.1, high=1_000_000, pending=True
+        "memory growth that is a leak, with the margin below; told for host memory, GPU memory is not looked at yet",
+        60.0,
+        low=0.1,
+        high=1_000_000,
     )
     creep_margin_mib: float = key(
-        "and this far above the level after warm-up", 512.0, low=0, high=10_000_000, pending=True
+        "and this far above the level after warm-up; more in the first five windows", 512.0, low=0, high=10_000_000
     )
-    creep_window_s: float = key("growth is measured over this time", 3600.0, low=60, high=604_800, pending=True)
+    creep_window_s: float = key("and for this long, 12 minutes at least", 3600.0, low=60, high=604_800)
     on_kv_shortfall: Literal["restart", "alert"] = key("a KV pool far smaller than at the last good start", "restart")
     maintenance_window: str = key(
         'when voluntary restarts may happen: "CRON DURATION", e.g. "0 3 * * * 2h"; "" = always', ""

@@ -128,7 +128,7 @@ def _engine(engine: Engine, now: float, clock: Clock) -> dict[str, Any]:
             if seen is not None and seen.host_bytes is not None
             else None,
             "gpu_creep_mib_per_h": None,
-            "host_creep_mib_per_h": None,
+            "host_creep_mib_per_h": _host_creep(engine),
             "exhausted_in_s": None,
         },
         "warmup": _warmup(engine.warmup),
@@ -181,6 +181,13 @@ def _last_exit(last: LastExit | None, clock: Clock) -> dict[str, Any] | None:
         "generation": last.generation,
         "advice": last.advice,
     }
+
+
+def _host_creep(engine: Engine) -> float | None:
+    """None while too little was seen of it, and while it is not ready."""
+    if engine.watch is None or engine.watch.host.trend is None or not isinstance(engine.phase, Ready):
+        return None
+    return _number(engine.watch.host.trend.slope_mib_per_h, 1)
 
 
 def _service(engine: Engine) -> dict[str, float | None]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from supervisord.core.memory import UNSEEN, MemoryWatch, observed
 from supervisord.core.samples import Histogram, Odometer, RankMetrics, Sample
-from supervisord.core.spec import EngineSpec, ProbeSpec
+from supervisord.core.spec import EngineSpec, ProbeSpec, RestartSpec
 
 WINDOW_S: Final = 300.0
 """Percentiles and rates are taken over this sliding window."""
@@ -88,6 +89,9 @@ class Watch:
     asleep: bool = False
     canary: Canary = Canary()
     points: tuple[Point, ...] = ()
+    host: MemoryWatch = UNSEEN
+    gpu: MemoryWatch = UNSEEN
+    """Nothing feeds it yet."""
 
 
 def renewed(old: Watch, now: float) -> Watch:
@@ -96,7 +100,9 @@ def renewed(old: Watch, now: float) -> Watch:
     A canary that is still outstanding stays the only one, and its clock starts over.
     """
     canary = replace(old.canary, failures=0, counted=0, sent_at=None if old.canary.sent_at is None else now)
-    return Watch(since=now, moved_at=now, told_limit=old.told_limit, canary=canary, points=old.points)
+    return Watch(
+        since=now, moved_at=now, told_limit=old.told_limit, canary=canary, points=old.points, host=old.host, gpu=old.gpu
+    )
 
 
 def looked(watch: Watch, sample: Sample) -> Watch:
@@ -114,6 +120,9 @@ def looked(watch: Watch, sample: Sample) -> Watch:
     if asleep and canary.sent_at is not None:
         # It cannot come back before the engine wakes up.
         canary = replace(canary, sent_at=sample.at, counted=0)
+    if asleep is not watch.asleep:
+        # Sleep moves weights between GPU and host memory: growth is counted anew.
+        watch = replace(watch, host=UNSEEN, gpu=UNSEEN)
     pool = sample.pool_blocks if sample.pool_blocks is not None else watch.pool
     return replace(
         watch,
@@ -124,6 +133,14 @@ def looked(watch: Watch, sample: Sample) -> Watch:
         pool=pool,
         pool_looks=(watch.pool_looks if pool == watch.pool else 0) + (sample.pool_blocks is not None),
     )
+
+
+def memory_looked(watch: Watch, sample: Sample, spec: RestartSpec, *, baseline_bytes: int | None) -> Watch:
+    """Remember the host memory; a value that was only carried over from an earlier look is none."""
+    if sample.host_bytes is None:
+        return watch
+    at = sample.host_at if sample.host_at is not None else sample.at
+    return replace(watch, host=observed(watch.host, at, sample.host_bytes, baseline_bytes, spec))
 
 
 def blocks_looked(watch: Watch, sample: Sample, *, low: bool | None) -> Watch:

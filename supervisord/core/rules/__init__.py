@@ -38,3 +38,7 @@ class Finding:
     reason: Reason
     remedy: Remedy
     numbers: Numbers = field(default_factory=dict)
+    urgent: bool = False
+    """A restart that it asks for does not wait for a maintenance window."""
+    waives_budget: bool = False
+    """Nor for the node's budget of voluntary restarts."""
