@@ -167,6 +167,15 @@ def still(watch: Watch, at: float) -> bool:
     return any(rank.still_since is not None and rank.seen_at == at for rank in watch.ranks)
 
 
+def others_still(watch: Watch, at: float) -> bool:
+    """The same, and that work was there before our canary: a hung one may or may not be in the gauges."""
+    sent_at = watch.canary.sent_at
+    return any(
+        rank.still_since is not None and rank.seen_at == at and (sent_at is None or rank.still_since < sent_at)
+        for rank in watch.ranks
+    )
+
+
 def sees_movement(watch: Watch, at: float) -> bool:
     """Whether the look at `at` saw the counters of every rank."""
     return bool(watch.ranks) and all(rank.seen_at == at for rank in watch.ranks)

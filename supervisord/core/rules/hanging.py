@@ -12,7 +12,7 @@ from typing import Final
 from supervisord.core.model import Reason, Sample
 from supervisord.core.rules import Finding, Remedy
 from supervisord.core.spec import EngineSpec
-from supervisord.core.watch import PROOF_FRACTION, Watch, pending, sees_movement, still
+from supervisord.core.watch import PROOF_FRACTION, Watch, others_still, sees_movement
 
 UNAVAILABLE_LOOKS: Final = 2
 TOLD_AFTER_S: Final = 60.0
@@ -116,7 +116,7 @@ def unresponsive(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | No
     canaries have to fail for as long as for `unreachable`.
     """
     failures, failures_max = watch.canary.failures, spec.probe.canary_failures
-    if failures == 0 or watch.asleep or (pending(watch, sample) and still(watch, sample.at)):
+    if failures == 0 or watch.asleep or others_still(watch, sample.at):
         return None
     deadline_s, nothing = spec.probe.canary_deadline_s, "nothing else moved"
     if not sees_movement(watch, sample.at):

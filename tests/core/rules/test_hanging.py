@@ -216,8 +216,14 @@ def test_a_sleeping_engine_owes_no_answer() -> None:
     assert unresponsive(replace(NEW, asleep=True, canary=Canary(failures=9)), look(1.0), SPEC) is None
 
 
-def test_with_work_pending_the_stall_rule_decides_when() -> None:
-    ranks = (RankWatch(0, (1, 1, 1), 0.0, 200.0, 20.0, pending=True),)
-    seen = replace(NEW, ranks=ranks, canary=Canary(failures=3, sent_at=100.0))
-    assert unresponsive(seen, look(200.0, running=2), SPEC) is None
-    assert remedy(unresponsive(seen, look(200.0, running=1), SPEC)) is Remedy.KILL, "that one is our own canary"
+@pytest.mark.parametrize(
+    ("still_since", "sent_at", "wanted"),
+    [(20.0, 100.0, None), (20.0, None, None), (100.0, 100.0, Remedy.KILL), (120.0, 100.0, Remedy.KILL)],
+)
+def test_with_work_pending_the_stall_rule_decides_when(
+    still_since: float, sent_at: float | None, wanted: Remedy | None
+) -> None:
+    """What is pending since our canary was sent may be our canary."""
+    ranks = (RankWatch(0, (1, 1, 1), 0.0, 200.0, still_since, pending=True),)
+    seen = replace(NEW, ranks=ranks, canary=Canary(failures=3, sent_at=sent_at))
+    assert remedy(unresponsive(seen, look(200.0, running=1), SPEC)) is wanted
