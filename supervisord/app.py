@@ -177,6 +177,7 @@ class Daemon:
         self._voice.tell("daemon_started", text, Severity.NOTICE)
         self._inbox.put(Booted(self._found))
         self._schedule.start()
+        self._schedule.set_windows(_windows(self._loop.node.spec))
         try:
             self._loop.run()
         except Exception as error:  # noqa: BLE001 - a bug in the core: say all that is known, and let systemd start us anew
@@ -295,6 +296,7 @@ class Daemon:
             lambda number: self._inbox.put(Reconfigured(loaded.spec, plan_ids, actor, number)), ANSWER_S
         )
         self._schedule.set_interval(loaded.spec.supervisor.poll_interval_s)
+        self._schedule.set_windows(_windows(loaded.spec))
         accepted = reply.answer is Answer.ACCEPTED
         settling = tuple(name for name in changes if not requests.held(node, loaded.spec, name))
         return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), settling)
@@ -381,6 +383,10 @@ def without_secrets(text: str, spec: NodeSpec) -> str:
             if looks_secret(name) and value:
                 text = text.replace(value, HIDDEN)
     return text
+
+
+def _windows(spec: NodeSpec) -> dict[str, str]:
+    return {name: engine.restart.maintenance_window for name, engine in spec.engines.items()}
 
 
 def fixed_settings(old: SupervisorSpec, new: SupervisorSpec) -> list[str]:

@@ -15,8 +15,10 @@ from supervisord.core.messages import (
     Action,
     Adopt,
     AnnounceReady,
+    CanaryEnded,
     Exited,
     GateClosed,
+    KeepEvidence,
     Launch,
     MeasureProgress,
     PortAnswered,
@@ -26,6 +28,7 @@ from supervisord.core.messages import (
     Record,
     Reply,
     Sampled,
+    SendCanary,
     Spawned,
     SpawnFailed,
     Sweep,
@@ -38,7 +41,7 @@ from supervisord.core.messages import (
 )
 from supervisord.core.model import ExitClass, LaunchPlan, Node
 from supervisord.core.spec import EngineSpec
-from supervisord.engine import portwatch, warmup
+from supervisord.engine import canary, portwatch, warmup
 from supervisord.engine.http import Target
 from supervisord.engine.probe import EngineProbe
 from supervisord.lanes import Lanes
@@ -91,6 +94,7 @@ class NodeEffects:
         self._pending_gone: set[str] = set()
         self._pending_lock = threading.Lock()
         self._watches: dict[str, threading.Event] = {}
+        self._canaries: dict[str, threading.Event] = {}
         self._probes: dict[str, tuple[int, EngineProbe]] = {}
         self._keys: dict[str, str | None] = {}
         self._secrets: dict[str, tuple[str, ...]] = {}
@@ -103,6 +107,8 @@ class NodeEffects:
             MeasureProgress: self._measure_progress,
             WarmUp: self._warm_up,
             Probe: self._probe,
+            SendCanary: self._send_canary,
+            KeepEvidence: self._keep_evidence,
             Abandon: self._abandon,
             Record: self._record,
             Reply: self._reply,
@@ -273,10 +279,30 @@ class NodeEffects:
 
         self._lanes.submit(("probe", name), job, only_if_idle=True)
 
+    def _send_canary(self, action: SendCanary, node: Node) -> None:
+        spec = node.engines[action.engine].spec
+        name, generation = action.engine, action.generation
+        cancelled = self._canaries[name] = threading.Event()
+
+        def job() -> None:
+            outcome = canary.send(Target(spec.host, spec.port, self._keys.get(name)), cancelled)
+            if outcome is not None:
+                ended = CanaryEnded(name, generation, outcome.ok, outcome.sane, outcome.possible, outcome.detail)
+                self._inbox.put(ended)
+
+        self._lanes.submit(("canary", name, generation), job)
+
+    def _keep_evidence(self, action: KeepEvidence, _: Node) -> None:
+        # On the engine's own lane: before the kill that follows.
+        self._on_engine_lane(
+            action.engine, lambda: self._launcher.keep_evidence(action.engine, action.generation, action.reason)
+        )
+
     def _abandon(self, action: Abandon, _: Node) -> None:
-        watch = self._watches.pop(action.engine, None)
-        if watch is not None:
-            watch.set()
+        for events in (self._watches, self._canaries):
+            event = events.pop(action.engine, None)
+            if event is not None:
+                event.set()
 
     def _new_watch(self, name: str) -> threading.Event:
         old = self._watches.get(name)

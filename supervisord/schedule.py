@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from datetime import datetime, timedelta, timezone, tzinfo
 from typing import Final
 
 from apscheduler.executors.debug import DebugExecutor
 from apscheduler.schedulers.background import BackgroundScheduler
+from apscheduler.triggers.cron import CronTrigger
+from tzlocal import get_localzone
 
-from supervisord.core.messages import Due, What
+from supervisord.core.messages import Due, What, WindowOpened
 from supervisord.loop import Inbox
 
 _SILENT_FACTOR: Final = 3.0
+_LOOK_BACK_S: Final = 60.0
+_WINDOW: Final = "window-"
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Schedule:
@@ -51,6 +57,27 @@ class Schedule:
         if time.monotonic() - self._fired_at > _SILENT_FACTOR * self._interval_s + 1.0:
             self._reschedule()
 
+    def set_windows(self, windows: Mapping[str, str]) -> None:
+        """Say when voluntary restarts may happen: by engine "CRON DURATION" (5 fields and e.g. 90m, local time)."""
+        for job in self._scheduler.get_jobs():
+            if job.id.startswith(_WINDOW):
+                job.remove()
+        for engine, text in windows.items():
+            if text:
+                trigger, for_s = window(text)
+                self._scheduler.add_job(self._open, trigger, args=(engine, for_s), id=_WINDOW + engine)
+                self._if_open_now(engine, trigger, for_s)
+
+    def _if_open_now(self, engine: str, trigger: CronTrigger, for_s: float) -> None:
+        """Cron says when windows begin; one may have begun before the daemon did."""
+        now = datetime.now(timezone.utc)
+        began = last_fired(trigger, now, for_s)
+        if began is not None:
+            self._open(engine, for_s - (now - began).total_seconds())
+
+    def _open(self, engine: str, for_s: float) -> None:
+        self._inbox.put(WindowOpened(engine, for_s))
+
     def stop(self) -> None:
         """End the schedule; never waits for a job."""
         if self._scheduler.running:
@@ -64,3 +91,30 @@ class Schedule:
         self._fired_at = time.monotonic()
         job = self._scheduler.reschedule_job("poll", trigger="interval", seconds=self._interval_s)
         job.modify(next_run_time=datetime.now(timezone.utc))
+
+
+def window(text: str) -> tuple[CronTrigger, float]:
+    """A maintenance window, "0 3 * * * 2h": when it begins, and for how many seconds it is open. Raises ValueError."""
+    expression, _, duration = text.strip().rpartition(" ")
+    return CronTrigger.from_crontab(expression, _local_zone()), float(int(duration[:-1]) * _UNITS_S[duration[-1]])
+
+
+def last_fired(trigger: CronTrigger, now: datetime, within_s: float) -> datetime | None:
+    """When it fired last, if that was within so many seconds; a trigger only knows what comes next."""
+    back_s, began = _LOOK_BACK_S, None
+    while began is None and back_s < 2 * within_s:
+        fires = trigger.get_next_fire_time(None, now - timedelta(seconds=min(back_s, within_s)))
+        if fires is None:
+            return None  # never: 30 February
+        while fires is not None and fires <= now:
+            began, fires = fires, trigger.get_next_fire_time(fires, fires)
+        back_s *= 2
+    return began
+
+
+def _local_zone() -> tzinfo:
+    """The machine's time zone; UTC where its settings contradict each other (tzlocal raises then)."""
+    try:
+        return get_localzone()
+    except (ValueError, LookupError, OSError):
+        return timezone.utc

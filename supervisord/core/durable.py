@@ -40,6 +40,8 @@ def save_engine(engine: Engine) -> Saved:
         "plan_id": engine.plan_id,
         "good_plan_id": engine.good_plan_id,
         "warm_generation": engine.warm_generation,
+        "good_blocks": engine.good_blocks,
+        "shortfall_retried": engine.shortfall_retried,
         "failures": engine.failures,
         "restart_times": list(engine.restart_times),
         "failed": {"kind": phase.kind.value, "message": phase.message}
@@ -108,6 +110,8 @@ def _restore_engine(spec: EngineSpec, plan_id: str, saved: Mapping[str, Any], no
         restart_times=times,
         failures=failures,
         good_plan_id=_text(saved.get("good_plan_id")),
+        good_blocks=_count(saved.get("good_blocks")) or None,
+        shortfall_retried=saved.get("shortfall_retried") is True,
         warm_generation=warm if warm <= generation else 0,
         last_exit=last_exit,
     )

@@ -24,6 +24,7 @@ from supervisord.core.model import (
     Stopping,
     Warming,
 )
+from supervisord.core.rules.blocks import is_low
 from supervisord.core.turn import Turn
 
 REPEAT_TERM_S: Final = 2.0
@@ -47,6 +48,7 @@ def stop(turn: Turn, engine: Engine, after: After, cause: Reason, *, at_once: bo
     if isinstance(phase, Ready | Draining) and not at_once and spec.drain_timeout_s > 0:
         drain(turn, engine, after, cause)
         return
+    engine = _blamed(turn, engine, after, cause)
     initialising = engine.warm_generation != engine.generation
     turn.record("stopping", engine, f"{spec.name} is stopping: {cause.message}", severity=Severity.NOTICE, reason=cause)
     kill_at = turn.now + spec.stop_timeout_s
@@ -65,11 +67,19 @@ def stop(turn: Turn, engine: Engine, after: After, cause: Reason, *, at_once: bo
         turn.do(Terminate(spec.name, engine.generation))
 
 
-def drain(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
+def _blamed(turn: Turn, engine: Engine, after: After, cause: Reason) -> Engine:
+    """An engine that has served and is ended for a failure: budget and back-off read that from its last exit."""
+    if after is not After.CRASH or not isinstance(engine.phase, Ready | Draining):
+        return engine
+    last = LastExit(ExitClass.CRASH, None, None, turn.now, engine.generation, cause.message)
+    return replace(engine, last_exit=last)
+
+
+def drain(turn: Turn, engine: Engine, after: After, cause: Reason, *, recoverable: bool = False) -> None:
     """Take a ready engine out of traffic until nothing is in flight; one that is draining to an end keeps its time."""
     phase = engine.phase
     if isinstance(phase, Draining) and phase.until is not None:
-        turn.put(replace(engine, phase=replace(phase, after=after, cause=cause)))
+        turn.put(replace(engine, phase=replace(phase, after=after, cause=cause, recoverable=False)))
         return
     hold = after is After.HOLD
     until = None if hold else turn.now + engine.spec.drain_timeout_s
@@ -81,7 +91,7 @@ def drain(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
         severity=Severity.NOTICE,
         reason=cause,
     )
-    turn.enter(engine, Draining(after, until, cause, turn.now + DRAIN_LOOK_S))
+    turn.enter(engine, Draining(after, until, cause, turn.now + DRAIN_LOOK_S, recoverable))
     if not hold:
         turn.do(Probe(engine.spec.name, engine.generation))
 
@@ -90,8 +100,14 @@ def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) 
     """Nothing in flight, seen after the drain began: go on."""
     sample = seen.sample
     idle = sample.running == 0 and sample.waiting == 0
-    if phase.after is not After.HOLD and idle and sample.at >= engine.since:
-        stop(turn, engine, phase.after, phase.cause)
+    if phase.after is After.HOLD or not idle or sample.at < engine.since:
+        return
+    if phase.recoverable and is_low(engine.spec, sample) is False and engine.running_plan_id == engine.plan_id:
+        turn.enter(engine, Ready())
+        text = f"{engine.spec.name} is ready again: its blocks are free now that nothing is in flight"
+        turn.record("ready", engine, text, severity=Severity.NOTICE, reason=phase.cause, free=sample.free_blocks)
+        return
+    stop(turn, engine, phase.after, phase.cause)
 
 
 def kill(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
@@ -99,6 +115,7 @@ def kill(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
     turn.record(
         "killing", engine, f"{engine.spec.name} is killed: {cause.message}", severity=Severity.WARNING, reason=cause
     )
+    engine = _blamed(turn, engine, after, cause)
     turn.do(Abandon(engine.spec.name, engine.generation))
     phase = Stopping(after, cause, kill_at=turn.now, give_up_at=turn.now + UNKILLABLE_AFTER_S)
     if engine.launching is None:

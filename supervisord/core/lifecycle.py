@@ -13,12 +13,16 @@ from supervisord.core.model import (
     Backoff,
     Draining,
     Engine,
+    Failed,
+    Ready,
     Starting,
     State,
+    Stopped,
     Stopping,
     Waiting,
     Warming,
 )
+from supervisord.core.watch import canary_deadline
 
 TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
     State.STOPPED: frozenset({State.WAITING, State.STARTING, State.STOPPING}),
@@ -56,12 +60,26 @@ def deadlines(engine: Engine) -> Iterator[float]:
             if phase.until is not None:
                 yield phase.until
         case Stopping():
-            yield phase.give_up_at
-            if phase.sweep_at is not None:
-                yield phase.sweep_at
-            elif engine.launching is None and not phase.exited and not phase.sweeping:
-                yield phase.kill_at
-                if phase.repeat_at is not None:
-                    yield phase.repeat_at
-        case _:
-            pass  # stopped, ready, failed: resting places
+            yield from _of_stopping(engine, phase)
+        case Ready():
+            yield from _of_ready(engine, phase)
+        case Stopped() | Failed():
+            pass
+
+
+def _of_ready(engine: Engine, phase: Ready) -> Iterator[float]:
+    if phase.next_look_at is not None:
+        yield phase.next_look_at
+    outlived = canary_deadline(engine.watch, engine.spec.probe) if engine.watch is not None else None
+    if outlived is not None:
+        yield outlived
+
+
+def _of_stopping(engine: Engine, phase: Stopping) -> Iterator[float]:
+    yield phase.give_up_at
+    if phase.sweep_at is not None:
+        yield phase.sweep_at
+    elif engine.launching is None and not phase.exited and not phase.sweeping:
+        yield phase.kill_at
+        if phase.repeat_at is not None:
+            yield phase.repeat_at

@@ -182,6 +182,26 @@ class Sampled:
     sample: Sample
 
 
+@dataclass(frozen=True, slots=True)
+class CanaryEnded:
+    """A canary came back, or never will. `possible` is False when this engine cannot be asked at all."""
+
+    engine: str
+    generation: int
+    ok: bool
+    sane: bool
+    possible: bool = True
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOpened:
+    """The maintenance window of an engine begins; it is open for `for_s` seconds."""
+
+    engine: str
+    for_s: float
+
+
 EngineObservation = (
     Spawned
     | GateClosed
@@ -194,8 +214,9 @@ EngineObservation = (
     | WarmupNoted
     | WarmedUp
     | Sampled
+    | CanaryEnded
 )
-Observation = Booted | Due | Requested | Reconfigured | EndRequested | EngineObservation
+Observation = Booted | Due | Requested | Reconfigured | EndRequested | WindowOpened | EngineObservation
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
@@ -277,6 +298,23 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class SendCanary:
+    """One tiny completion, read to its end. Answered by CanaryEnded, at the latest when the engine goes."""
+
+    engine: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvidence:
+    """Before a kill: stacks, states, last lines of output; to a file under `evidence`."""
+
+    engine: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Whatever watches or warms this generation may stop: nobody waits for it any more."""
 
@@ -333,6 +371,8 @@ Action = (
     | MeasureProgress
     | WarmUp
     | Probe
+    | SendCanary
+    | KeepEvidence
     | Abandon
     | Record
     | Reply

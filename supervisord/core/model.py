@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from supervisord.core.samples import RankMetrics
+from supervisord.core.samples import Sample as Sample  # noqa: PLC0414 (it belongs to the model that others import)
 from supervisord.core.spec import EngineSpec, NodeSpec
+from supervisord.core.watch import Watch
 
 
 class State(Enum):
@@ -137,38 +138,6 @@ class Warmup:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One look at an engine: what it said, as numbers. None is unknown, never zero.
-
-    `health_status` is the HTTP status of /health (200, 503, ...), or None with `health_error` = "refused",
-    "timeout" or "malformed".
-    """
-
-    at: float
-    health_status: int | None = None
-    health_error: str | None = None
-    running: int | None = None
-    waiting: int | None = None
-    total_blocks: int | None = None
-    free_blocks: int | None = None
-    kv_usage: float | None = None
-    prompt_tokens: float | None = None
-    generation_tokens: float | None = None
-    iterations: float | None = None
-    host_bytes: int | None = None
-    """Anonymous memory of all its processes; looked at less often than the rest, see `host_at`."""
-    host_at: float | None = None
-    version: str | None = None
-    metrics_ok: bool = False
-    """Whether `/metrics` gave a page; what it says may still be unknown."""
-    ranks: tuple[RankMetrics, ...] = ()
-    pool_blocks: int | None = None
-    """KV blocks of all ranks together."""
-    free_stated: bool = False
-    """`free_blocks` was stated by `/health` itself (patched builds, proxies)."""
-
-
-@dataclass(frozen=True, slots=True)
 class LastExit:
     """How the last process of an engine ended. `code` and `signal` are None when nobody could read them."""
 
@@ -218,9 +187,19 @@ class Warming:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Serving. No reasons: healthy."""
+    """Serving. No reasons: healthy.
 
-    reasons: tuple[Reason, ...] = ()
+    `lasting` are reasons of the warm-up, `found` those of the rules now. `next_look_at`: a rule is being confirmed.
+    """
+
+    lasting: tuple[Reason, ...] = ()
+    found: tuple[Reason, ...] = ()
+    next_look_at: float | None = None
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Everything that makes it degraded."""
+        return self.lasting + self.found
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +210,8 @@ class Draining:
     until: float | None
     cause: Reason
     next_look_at: float
+    recoverable: bool = False
+    """Ready again if the blocks are free by the time nothing is in flight (`under_load = "drain"`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +291,16 @@ class Engine:
     warmup: Warmup | None = None
     sample: Sample | None = None
     last_exit: LastExit | None = None
+    watch: Watch | None = None
+    """What the rules remember, while it is ready."""
+    good_blocks: int | None = None
+    """KV blocks at the last good start of `good_plan_id`."""
+    shortfall_retried: bool = False
+    """A smaller pool has cost one restart already: a second one would find the same."""
+    replacing: bool = False
+    """A voluntary restart is under way, until it is ready again or needs a human."""
+    window_until: float | None = None
+    """The maintenance window is open until then."""
     warm_generation: int = 0
     """The last generation that was ready: an adopted one is not warmed again."""
 

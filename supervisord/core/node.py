@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from supervisord.core import admission, ending, requests, starting
+from supervisord.core import admission, ending, judging, requests, starting
 from supervisord.core.lifecycle import deadlines
 from supervisord.core.messages import (
     Action,
     Adopt,
     AnnounceReady,
     Booted,
+    CanaryEnded,
     Due,
     EndRequested,
     EngineObservation,
@@ -36,6 +37,7 @@ from supervisord.core.messages import (
     WarmupNoted,
     WatchPort,
     What,
+    WindowOpened,
 )
 from supervisord.core.model import (
     After,
@@ -74,6 +76,8 @@ def step(node: Node, seen: Observation, now: float) -> tuple[Node, tuple[Action,
             requests.on_reconfigured(turn, seen)
         case EndRequested():
             requests.on_end_requested(turn, seen)
+        case WindowOpened():
+            _open_window(turn, seen)
         case _:
             _on_engine(turn, seen)
     admission.admit_waiting(turn)
@@ -136,6 +140,7 @@ def _due(turn: Turn, what: What) -> None:
             for engine in turn.engines():
                 starting.on_clock(turn, engine)
                 ending.on_clock(turn, engine)
+                judging.on_clock(turn, engine)
         case What.POLL:
             for engine in turn.engines():
                 _poll(turn, engine)
@@ -173,15 +178,22 @@ def _on_sampled(turn: Turn, engine: Engine, seen: Sampled) -> None:
     if not isinstance(phase, Ready | Draining):
         return
     sample, old = seen.sample, engine.sample
-    if old is not None and sample.at < old.at:
+    if old is not None and sample.at <= old.at:
         return
     if old is not None and sample.host_bytes is None:
         sample = replace(sample, host_bytes=old.host_bytes, host_at=old.host_at)
     if old is not None and sample.version is None:
         sample = replace(sample, version=old.version)
-    engine = turn.put(replace(engine, sample=sample))
-    if isinstance(phase, Draining):
-        ending.on_drain_sample(turn, engine, phase, seen)
+    if isinstance(phase, Ready):
+        judging.on_sampled(turn, engine, phase, sample)
+    else:
+        ending.on_drain_sample(turn, turn.put(replace(engine, sample=sample)), phase, seen)
+
+
+def _open_window(turn: Turn, seen: WindowOpened) -> None:
+    engine = turn.engine(seen.engine)
+    if engine is not None:
+        turn.put(replace(engine, window_until=turn.now + seen.for_s))
 
 
 HANDLERS: Final[Mapping[type[EngineObservation], Callable[[Turn, Engine, Any], None]]] = {
@@ -194,6 +206,7 @@ HANDLERS: Final[Mapping[type[EngineObservation], Callable[[Turn, Engine, Any], N
     WarmupNoted: starting.on_warmup_noted,
     WarmedUp: starting.on_warmed_up,
     Sampled: _on_sampled,
+    CanaryEnded: judging.on_canary_ended,
     Exited: ending.on_exited,
     Swept: ending.on_swept,
 }

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+Odometer = tuple[float | None, float | None, float | None]
+"""Counters that move when a rank works: steps, prompt tokens, generated tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
@@ -51,6 +54,45 @@ class RankMetrics:
         return bool(self.running) or bool(self.waiting)
 
     @property
-    def odometer(self) -> tuple[float | None, float | None, float | None]:
-        """Counters that move when the rank works: steps, prompt tokens, generated tokens."""
+    def odometer(self) -> Odometer:
+        """What moves when it works."""
         return self.iterations, self.prompt_tokens, self.generation_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at an engine: what it said, as numbers. None is unknown, never zero.
+
+    `health_status` is the HTTP status of /health (200, 503, ...), or None with `health_error` = "refused",
+    "timeout" or "malformed".
+    """
+
+    at: float
+    health_status: int | None = None
+    health_error: str | None = None
+    running: int | None = None
+    waiting: int | None = None
+    total_blocks: int | None = None
+    free_blocks: int | None = None
+    kv_usage: float | None = None
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    iterations: float | None = None
+    host_bytes: int | None = None
+    """Anonymous memory of all its processes; looked at less often than the rest, see `host_at`."""
+    host_at: float | None = None
+    version: str | None = None
+    metrics_ok: bool = False
+    """Whether `/metrics` gave a page; what it says may still be unknown."""
+    ranks: tuple[RankMetrics, ...] = ()
+    pool_blocks: int | None = None
+    """KV blocks of all ranks together."""
+    free_stated: bool = False
+    """`free_blocks` was stated by `/health` itself (patched builds, proxies)."""
+
+    @property
+    def pending(self) -> bool | None:
+        """Whether requests run or wait anywhere; None when no gauge is known."""
+        if self.running is None and self.waiting is None:
+            return None
+        return bool(self.running) or bool(self.waiting)

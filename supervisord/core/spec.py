@@ -69,12 +69,10 @@ class ProbeSpec:
 
     timeout_s: float = key("total time for one probe request", 15.0, low=0.1, high=600)
     canary_after_s: float = key(
-        "a tiny completion is sent when nothing has moved for this long", 60.0, low=1, high=86400, pending=True
+        "a tiny completion is sent when nothing has moved for this long", 60.0, low=1, high=86400
     )
-    canary_deadline_s: float = key(
-        "a canary without a whole answer by then has failed", 30.0, low=1, high=3600, pending=True
-    )
-    canary_failures: int = key("failed canaries in a row that count as evidence", 3, low=1, high=100, pending=True)
+    canary_deadline_s: float = key("a canary without a whole answer by then has failed", 30.0, low=1, high=3600)
+    canary_failures: int = key("failed canaries in a row that count as evidence", 3, low=1, high=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,30 +97,24 @@ class RestartSpec:
         None,
         low=0,
         high=1_000_000_000,
-        pending=True,
     )
-    free_blocks_for_s: float = key("for this long, and at least 3 samples", 30.0, low=0, high=86400, pending=True)
-    under_load: Literal["wait", "drain", "restart"] = key(
-        "low free blocks while requests run and tokens flow", "wait", pending=True
-    )
-    stall_after_s: float = key(
-        "work pending and nothing moved for this long is a stall", 180.0, low=1, high=86400, pending=True
-    )
-    unreachable_after_s: float = key(
-        "/health and /metrics both fail for this long", 300.0, low=1, high=86400, pending=True
-    )
+    free_blocks_for_s: float = key("for this long, and at least 3 samples", 30.0, low=0, high=86400)
+    under_load: Literal["wait", "drain", "restart"] = key("low free blocks while requests run and tokens flow", "wait")
+    stall_after_s: float = key("work pending and nothing moved for this long is a stall", 180.0, low=1, high=86400)
+    unreachable_after_s: float = key("/health and /metrics both fail for this long", 300.0, low=1, high=86400)
     creep_mib_per_h: float = key(
-        "memory growth that is a leak, with the margin below", 60.0, low=0.1, high=1_000_000, pending=True
+        "memory growth that is a leak, with the margin below; told for host memory, GPU memory is not looked at yet",
+        60.0,
+        low=0.1,
+        high=1_000_000,
     )
     creep_margin_mib: float = key(
-        "and this far above the level after warm-up", 512.0, low=0, high=10_000_000, pending=True
+        "and this far above the level after warm-up; more in the first five windows", 512.0, low=0, high=10_000_000
     )
-    creep_window_s: float = key("growth is measured over this time", 3600.0, low=60, high=604_800, pending=True)
-    on_kv_shortfall: Literal["restart", "alert"] = key(
-        "a KV pool far smaller than at the last good start", "restart", pending=True
-    )
+    creep_window_s: float = key("and for this long, 12 minutes at least", 3600.0, low=60, high=604_800)
+    on_kv_shortfall: Literal["restart", "alert"] = key("a KV pool far smaller than at the last good start", "restart")
     maintenance_window: str = key(
-        'when voluntary restarts may happen: "CRON DURATION", e.g. "0 3 * * * 2h"; "" = always', "", pending=True
+        'when voluntary restarts may happen: "CRON DURATION", e.g. "0 3 * * * 2h"; "" = always', ""
     )
     max_restarts: int = key("restarts within the window before giving up", 5, low=0, high=10_000)
     max_restarts_window_s: float = key("that window", 3600.0, low=1, high=604_800)
@@ -135,9 +127,7 @@ class RestartSpec:
 class SloSpec:
     """`[engine.X.slo]`: limits that alert and never restart."""
 
-    ttft_p95_ms: float = key(
-        "95th percentile of the time to the first token", 500.0, low=0, high=3_600_000, pending=True
-    )
+    ttft_p95_ms: float = key("95th percentile of the time to the first token", 500.0, low=0, high=3_600_000)
     gpu_util_min_percent: float = key(
         "GPU utilisation below this while requests wait; 0 = off", 0.0, low=0, high=100, pending=True
     )
@@ -156,7 +146,7 @@ class EngineSpec:
     user: str | None = key("user that the engine runs as, when the daemon is root", None)
     autostart: bool = key("start the engine with the daemon", default=True)
     profile: str = key("launch profile: auto, none or a name", "auto", pending=True)
-    replica_group: str | None = key("engines of one group are never all down by our own choice", None, pending=True)
+    replica_group: str | None = key("engines of one group are never all down by our own choice", None)
     api_key_file: str | None = key("file with the API key, given to the engine as VLLM_API_KEY", None)
     start_timeout_s: float = key("a start may stand still (no progress) for this long", 600.0, low=1, high=86400)
     start_timeout_max_s: float = key("a start may take this long in all", 3600.0, low=1, high=604_800)

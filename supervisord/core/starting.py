@@ -36,6 +36,7 @@ from supervisord.core.model import (
     Warming,
 )
 from supervisord.core.turn import Turn
+from supervisord.core.watch import Watch
 
 PROGRESS_BYTES: Final = 1024 * 1024
 """Less than this, read or allocated since the last sign of progress, is housekeeping (heartbeats of helpers)."""
@@ -165,6 +166,9 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
         replace(
             engine,
             ready_since=turn.now,
+            watch=Watch(since=turn.now, moved_at=turn.now),
+            replacing=False,
+            good_blocks=engine.good_blocks if engine.good_plan_id == engine.running_plan_id else None,
             good_plan_id=engine.running_plan_id,
             warm_generation=engine.generation,
         ),

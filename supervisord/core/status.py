@@ -26,10 +26,14 @@ from supervisord.core.model import (
     Warming,
     Warmup,
 )
+from supervisord.core.rules import service
+from supervisord.core.samples import RankMetrics
 
 VERSION: Final = 1
 _GIB: Final = 1024**3
 _MIB: Final = 1024**2
+_RATE_S: Final = 30.0
+"""Tokens per second are those of about this long."""
 
 Clock = Callable[[float | None], str | None]
 """Monotonic seconds to RFC 3339 in UTC; None stays None."""
@@ -117,13 +121,14 @@ def _engine(engine: Engine, now: float, clock: Clock) -> dict[str, Any]:
         "next_start_at": clock(_next_start(engine)),
         "ready_since": clock(engine.ready_since),
         **_work(seen, now),
+        **_service(engine),
         "memory": {
             "gpu_mib": None,
             "host_mib": _number(seen.host_bytes / _MIB, 1)
             if seen is not None and seen.host_bytes is not None
             else None,
             "gpu_creep_mib_per_h": None,
-            "host_creep_mib_per_h": None,
+            "host_creep_mib_per_h": _host_creep(engine),
             "exhausted_in_s": None,
         },
         "warmup": _warmup(engine.warmup),
@@ -142,11 +147,7 @@ def _work(sample: Sample | None, now: float) -> dict[str, Any]:
             "age_s": _number(max(0.0, now - seen.at), 1) if known else None,
         },
         "requests": {"running": seen.running, "waiting": seen.waiting},
-        "ranks": [],
-        "tokens_per_s": None,
-        "ttft_p95_ms": None,
-        "prefix_hit_rate": None,
-        "draft_acceptance_rate": None,
+        "ranks": [] if sample is None else [_rank(rank) for rank in sample.ranks],
     }
 
 
@@ -179,6 +180,36 @@ def _last_exit(last: LastExit | None, clock: Clock) -> dict[str, Any] | None:
         "at": clock(last.at),
         "generation": last.generation,
         "advice": last.advice,
+    }
+
+
+def _host_creep(engine: Engine) -> float | None:
+    """None while too little was seen of it, and while it is not ready."""
+    if engine.watch is None or engine.watch.host.trend is None or not isinstance(engine.phase, Ready):
+        return None
+    return _number(engine.watch.host.trend.slope_mib_per_h, 1)
+
+
+def _service(engine: Engine) -> dict[str, float | None]:
+    known = engine.watch is not None and engine.sample is not None and engine.sample.ranks
+    points = engine.watch.points if engine.watch is not None and known and isinstance(engine.phase, Ready) else ()
+    return {
+        "tokens_per_s": _number(service.rate_per_s(points, _RATE_S), 1),
+        "ttft_p95_ms": _number(service.ttft_p95_ms(points), 1),
+        "prefix_hit_rate": _number(service.hit_rate(points), 4),
+        "draft_acceptance_rate": _number(service.acceptance_rate(points), 4),
+    }
+
+
+def _rank(rank: RankMetrics) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "running": rank.running,
+        "waiting": rank.waiting,
+        "total_blocks": rank.total_blocks,
+        "free_blocks": rank.free_blocks,
+        "usage": rank.kv_usage,
+        "preemptions": rank.preemptions,
     }
 
 

@@ -18,14 +18,17 @@ _TOKENS: Final = 8
 
 _LONGEST_S: Final = 86400.0
 _OK: Final = 200
-_NOT_THERE: Final = frozenset({401, 403, 404, 405, 501})
+_CLIENT_ERRORS: Final = 400
+_SERVER_ERRORS: Final = 500
+_NOT_IMPLEMENTED: Final = 501
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a canary ended. `ok`: a whole answer of a working engine; `sane`: with text that is some.
 
-    `possible` is False when this engine cannot be asked at all (no completions, another key): that is no evidence.
+    `possible` is False when this engine cannot be asked at all (no completions, another key, a prompt that it refuses:
+    any 4xx): that is no evidence (A23).
     """
 
     ok: bool
@@ -34,15 +37,15 @@ class Outcome:
     detail: str
 
 
-def send(target: Target, cancelled: threading.Event, *, chat: bool = False) -> Outcome | None:
+def send(target: Target, cancelled: threading.Event) -> Outcome | None:
     """Send one and wait for its end. None when it was cancelled. Never raises."""
     client = Client(target, cancelled)
     try:
         model = _model(client)
         if isinstance(model, Outcome):
             return model
-        result = _complete(client, model, chat=chat)
-        if isinstance(result, Answer) and result.status in _NOT_THERE and not chat:
+        result = _complete(client, model, chat=False)
+        if isinstance(result, Answer) and _refused(result.status):
             result = _complete(client, model, chat=True)
         return _judged(result)
     finally:
@@ -60,6 +63,10 @@ def _model(client: Client) -> str | Outcome | None:
     return name if isinstance(name, str) else Outcome(ok=False, sane=False, possible=False, detail="no model is served")
 
 
+def _refused(status: int) -> bool:
+    return _CLIENT_ERRORS <= status < _SERVER_ERRORS or status == _NOT_IMPLEMENTED
+
+
 def _complete(client: Client, model: str | None, *, chat: bool) -> Answer | Failure:
     common = {"model": model, "max_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
     if chat:
@@ -73,7 +80,7 @@ def _judged(result: Answer | Failure) -> Outcome | None:
         if result.kind == "cancelled":
             return None
         return Outcome(ok=False, sane=False, possible=True, detail=result.detail)
-    if result.status in _NOT_THERE:
+    if _refused(result.status):
         return Outcome(ok=False, sane=False, possible=False, detail=f"HTTP {result.status}")
     if result.status != _OK:
         return Outcome(ok=False, sane=False, possible=True, detail=f"HTTP {result.status}")

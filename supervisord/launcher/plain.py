@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
-from supervisord.launcher import family, killing, logs, ports, procfs, sharedmem
+from supervisord.launcher import evidence, family, killing, logs, ports, procfs, sharedmem
 from supervisord.launcher.base import LaunchError, Ownership, StateDirError
 from supervisord.launcher.entry import Entry
 from supervisord.launcher.exits import Exit, ExitWatcher
@@ -28,6 +28,7 @@ from supervisord.launcher.starting import Starter
 from supervisord.launcher.statedir import PrivateDirs, make_directory
 from supervisord.state import boot_id
 
+EVIDENCE_LINES: Final = 200
 SWEEP_S: Final = 5.0
 
 _CENSUS_S: Final = 1.0
@@ -149,6 +150,13 @@ class PlainLauncher:
         if entry is not None and entry.pidfd is not None:
             with self._telling(f"cannot send SIGTERM to {engine}"), contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(entry.pidfd, signal.SIGTERM)
+
+    def keep_evidence(self, engine: str, generation: int, reason: str) -> None:
+        """Write `<state_dir>/evidence/ENGINE.GENERATION.REASON.txt`; the newest 20 files are kept."""
+        path = Path(self._state_dir) / "evidence" / f"{engine}.{generation}.{reason}.txt"
+        with self._telling(f"cannot keep evidence of {engine}"):
+            heading = f"engine {engine}, generation {generation}, killed for: {reason}"
+            evidence.collect(path, heading, self.members(engine), self.tail(engine, EVIDENCE_LINES))
 
     def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
         """SIGKILL to everything of the engine, then its files. Returns what still lives after 5 s, described."""

@@ -50,6 +50,7 @@ from supervisord.core.model import (
     State,
     Waiting,
 )
+from supervisord.core.watch import HTTP_SERVICE_UNAVAILABLE
 
 
 class InvariantError(AssertionError):
@@ -213,12 +214,28 @@ def _is_evidence(step: Step, action: Terminate | Sweep) -> bool:
         case WarmedUp():
             return step.seen.warmup.problem is not None
         case Sampled():
-            return step.seen.sample.running == 0 and step.seen.sample.waiting == 0
+            sample = step.seen.sample
+            return (sample.running == 0 and sample.waiting == 0) or _is_rule_evidence(step, step.seen)
         case Due(what=What.CLOCK):
             engine = step.before.engines[action.engine]
             return any(at <= step.now for at in lifecycle.deadlines(engine))
         case _:
             return False
+
+
+def _is_rule_evidence(step: Step, seen: Sampled) -> bool:
+    """A rule's verdict needs something that this look saw, and that an earlier one had seen already."""
+    engine = step.before.engines[seen.engine]
+    watch, sample = engine.watch, seen.sample
+    if watch is None:
+        return False
+    return (
+        (sample.health_status == HTTP_SERVICE_UNAVAILABLE and watch.unavailable > 0)
+        or (sample.health_error == "refused" and watch.refused_since is not None)
+        or (sample.free_blocks is not None and watch.low_since is not None)
+        or (bool(sample.ranks) and any(rank.still_since is not None for rank in watch.ranks))
+        or watch.canary.failures >= engine.spec.probe.canary_failures
+    )
 
 
 def every_request_is_answered_once(step: Step) -> None:

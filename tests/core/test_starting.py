@@ -318,7 +318,7 @@ def test_spawned_after_the_stop_is_ended_at_once() -> None:
 
 def test_spawned_when_the_stop_should_have_killed_it_already() -> None:
     play = stop_while_launching().see(Spawned("a", 1, process(1)), after=80.0)
-    assert [type(action).__name__ for action in play.actions] == ["Sweep"]
+    assert [type(action).__name__ for action in play.actions] == ["Record", "Sweep"]
     assert play.phase(Stopping).give_up_at == T0 + 80.0 + 30.0
     play.see(Swept("a", 1)).is_(State.STOPPED)
 
@@ -334,7 +334,7 @@ def test_a_spawn_failed_after_the_stop() -> None:
 def test_spawned_when_it_was_given_up() -> None:
     play = stop_while_launching().wake().is_(State.FAILED)
     play.see(Spawned("a", 1, process(1)), after=9.0)
-    assert [type(action).__name__ for action in play.actions] == ["Sweep"]
+    assert [type(action).__name__ for action in play.actions] == ["Record", "Sweep"]
     play.see(Swept("a", 1)).is_(State.FAILED).says("unkillable_gone")
 
 
@@ -352,7 +352,7 @@ def test_a_reset_that_meets_a_late_spawn_still_kills_it() -> None:
     play = stop_while_launching().wake().ask(Op.RESET).is_(State.STOPPING)
     play.see(Swept("a", 0)).is_(State.STOPPING)
     play.see(Spawned("a", 1, process(1)), after=2.0)
-    assert [type(action).__name__ for action in play.actions] == ["Sweep"]
+    assert [type(action).__name__ for action in play.actions] == ["Record", "Sweep"]
     play.see(Swept("a", 1, ("pid 101",))).wake()
     assert [type(action).__name__ for action in play.actions] == ["Sweep"]
     play.see(Swept("a", 1)).is_(State.STOPPED)

@@ -29,10 +29,12 @@ from supervisord.core.messages import (
     Adopt,
     AnnounceReady,
     Booted,
+    CanaryEnded,
     Due,
     Exited,
     Finish,
     GateClosed,
+    KeepEvidence,
     Launch,
     MeasureProgress,
     Observation,
@@ -45,6 +47,7 @@ from supervisord.core.messages import (
     Reply,
     Requested,
     Sampled,
+    SendCanary,
     Spawned,
     SpawnFailed,
     Sweep,
@@ -333,13 +336,20 @@ class World:
                 self._say(action.engine, "progress", Progressed(action.engine, action.generation, progress))
             case Probe():
                 self._probe(action, luck)
+            case SendCanary():
+                self._canary(action, luck)
             case Abandon():
-                for kept in (self.watching, self.warming):
-                    if kept.get(action.engine) == action.generation:
-                        del kept[action.engine]
+                self._abandon(action)
+            case KeepEvidence():
+                pass
             case _:
                 raise TypeError(action)
         self.check()
+
+    def _abandon(self, action: Abandon) -> None:
+        for kept in (self.watching, self.warming):
+            if kept.get(action.engine) == action.generation:
+                del kept[action.engine]
 
     def _launch(self, action: Launch, plan_id: str, luck: Luck) -> None:
         name, generation = action.engine, action.generation
@@ -389,6 +399,13 @@ class World:
             busy = 1 if luck.deaf else 0
             sample = Sample(at=self.now, health_status=200, running=busy, waiting=0)
         self._say(action.engine, "probe", Sampled(action.engine, action.generation, sample))
+
+    def _canary(self, action: SendCanary, luck: Luck) -> None:
+        """It comes back, is refused, or hangs for as long as the engine lives."""
+        if luck.deaf:
+            return
+        ok = luck.outcome != "crash"
+        self._say(action.engine, "canary", CanaryEnded(action.engine, action.generation, ok=ok, sane=True))
 
     def end_main(
         self, engine: str, proc: Proc, *, code: int | None = None, signal: int | None = None, kind: str = "crash"
