@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from supervisord.core.slopes import pair_slopes, reached_by, theil_sen
+from supervisord.core.slopes import given_back, pair_slopes, reached_by, theil_sen
 from supervisord.core.spec import RestartSpec
 
 MIB: Final = 1024**2
@@ -42,7 +42,7 @@ class Trend:
     """Growth, as of the last window that closed. All slopes are Theil-Sen.
 
     `slope`: over everything remembered; `steady`: what STEADY_SHARE of its pairs of windows reach; `recent`: over the
-    last `creep_window_s`; `early`, `late`: over the halves of everything.
+    last `creep_window_s`; `early`, `late`: over the halves of everything. `swing_bytes`: the most that was given back.
     """
 
     slope_mib_per_h: float
@@ -51,6 +51,7 @@ class Trend:
     early_mib_per_h: float
     late_mib_per_h: float
     level_bytes: int
+    swing_bytes: int
     span_s: float
 
 
@@ -116,6 +117,7 @@ def _trend(lows: tuple[tuple[float, int], ...], spec: RestartSpec) -> Trend | No
         early_mib_per_h=theil_sen(lows[:half]) * scale,
         late_mib_per_h=theil_sen(lows[half:]) * scale,
         level_bytes=min(used for _, used in lows[-LEVEL:]),
+        swing_bytes=given_back([used for _, used in lows]),
         span_s=last_at - first_at + window_s(spec),
     )
 
@@ -128,13 +130,16 @@ def growth_bytes(watch: MemoryWatch) -> int:
 
 
 def is_creeping(watch: MemoryWatch, spec: RestartSpec, *, patience: float) -> bool:
-    """Whether it has grown for long enough, far enough, still grows, and does not slow down."""
+    """Whether it has grown for long enough, far enough, still grows, and does not slow down.
+
+    Far enough is also more than was given back once: that was load, and can be given back again.
+    """
     trend, part = watch.trend, HELD if watch.creeping else 1.0
     if trend is None or trend.span_s < spec.creep_window_s:
         return False
     margin_bytes = spec.creep_margin_mib * MIB * max(1.0, patience * spec.creep_window_s / trend.span_s)
     return (
-        growth_bytes(watch) > part * margin_bytes
+        growth_bytes(watch) > part * max(margin_bytes, trend.swing_bytes)
         and min(trend.steady_mib_per_h, trend.recent_mib_per_h) >= part * spec.creep_mib_per_h
         and trend.late_mib_per_h >= part * PACE * trend.early_mib_per_h
     )

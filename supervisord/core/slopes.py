@@ -7,6 +7,7 @@ may be anything without ruining it, where least squares follows a single one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 Points = Sequence[tuple[float, float]]
 """(time, value), times ascending and different; two at least."""
@@ -29,3 +30,8 @@ def reached_by(share: float, slopes: Sequence[float]) -> float:
 def theil_sen(points: Points) -> float:
     """The median slope, in units of value by time."""
     return reached_by(0.5, pair_slopes(points))
+
+
+def given_back(values: Sequence[int]) -> int:
+    """The largest fall from an earlier value to a later one; 0 when they only rise."""
+    return max((peak - value for peak, value in zip(accumulate(values, max), values, strict=True)), default=0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supervisord.core.memory import LOWS_MAX
-from supervisord.core.slopes import pair_slopes, reached_by, theil_sen
+from supervisord.core.slopes import given_back, pair_slopes, reached_by, theil_sen
 
 VALUES = st.lists(st.integers(-(10**6), 10**6), min_size=2, max_size=20)
 
@@ -49,3 +49,7 @@ def test_it_is_cheap() -> None:
     points = [(300.0 * i, 2e10 + 1e7 * i + r.gauss(0, 1e7)) for i in range(LOWS_MAX)]
     best_ms = 1000 * min(timeit.repeat(lambda: theil_sen(points), number=1, repeat=50))
     assert best_ms < 2.0, "0.4 ms on an idle machine"
+
+
+def test_what_was_given_back() -> None:
+    assert [given_back(values) for values in ([], [3], [1, 2, 3], [1, 9, 4, 10, 8])] == [0, 0, 0, 5]

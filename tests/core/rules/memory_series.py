@@ -186,7 +186,8 @@ def main(count: int) -> None:
         spread = [f"{told[int(part * (len(told) - 1))]:.1f}" for part in (0.5, 0.95, 1)] if told else ["-"] * 3
         print(f"| {name} | {within / count:.1%} | {len(told) / count:.1%} | {' | '.join(spread)} |", flush=True)
     for name in (*HARMLESS, *LOOKS_LIKE_A_LEAK):
-        print(f"| {name} | {len(cases(name, count)) / count:.1%} |", flush=True)
+        told = cases(name, count)
+        print(f"| {name} | {len(told)} of {count} |", flush=True)
 
 
 if __name__ == "__main__":
