@@ -24,6 +24,8 @@ REDUCER = (
     "admission",
     "ending",
     "starting",
+    "voluntary",
+    "judging",
     "requests",
     "node",
     "durable",

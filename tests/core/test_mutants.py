@@ -84,7 +84,7 @@ MUTANTS: Final = (
     mutant(
         "SIGKILL has no deadline",
         "lifecycle",
-        "            yield phase.give_up_at\n",
+        "    yield phase.give_up_at\n",
         "",
         "transient_states_are_timed",
     ),
