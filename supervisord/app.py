@@ -7,30 +7,26 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import datetime, timezone
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Final
 
 from supervisord import __version__
+from supervisord.bugs import Bugs
 from supervisord.config import ConfigError, load
-from supervisord.config_problems import HIDDEN, looks_secret
 from supervisord.control.listen import ListenError
-from supervisord.control.routes import EventPage, InJournal, LogChunk, NoHistoryError, Reloaded
+from supervisord.control.routes import EventPage, InJournal, LogChunk, Reloaded
 from supervisord.control.server import ControlServer
-from supervisord.core import durable, requests, status, story
+from supervisord.core import durable, requests, status
 from supervisord.core.messages import Answer, Booted, EndRequested, Op, Reconfigured, Reply, Requested, Severity
 from supervisord.core.model import LaunchPlan, Node
 from supervisord.core.spec import EngineSpec, NodeSpec, SupervisorSpec
 from supervisord.effects import NodeEffects, Parts
 from supervisord.engine.launch import build_plan
 from supervisord.history import History
-from supervisord.history_read import UnreadableError
-from supervisord.history_read import document as event_document
+from supervisord.history_answers import HistoryAnswers, stamp
 from supervisord.lanes import Lanes
 from supervisord.launcher.base import StateDirBusy, StateDirError
 from supervisord.launcher.plain import PlainLauncher
@@ -38,7 +34,7 @@ from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
 from supervisord.loop import Board, Inbox, Loop
 from supervisord.schedule import Schedule
-from supervisord.state import StateFile, write_atomically
+from supervisord.state import StateFile
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
 
@@ -130,7 +126,6 @@ class Daemon:
         self._config_path = config_path
         self._as_root = os.geteuid() == 0
         self._voice = voice
-        self._history = history
         self._notifier = Notifier()
         self._base_env: Mapping[str, str] = dict(os.environ)
         self._replies = Replies()
@@ -139,6 +134,7 @@ class Daemon:
         self._reloading = Lock()
         self._lanes = Lanes(self._on_bug)
         state_dir = Path(spec.supervisor.state_dir)
+        self._bugs = Bugs(state_dir, voice)
         self._state = StateFile(state_dir, self._on_trouble)
         self._launcher = PlainLauncher(state_dir, self._on_exit, self._on_trouble)
         try:
@@ -147,6 +143,8 @@ class Daemon:
             raise StateDirError(f"cannot read {error.filename or state_dir}: {error.strerror}; mend that") from None
         node = self._first_node(spec)
         self._board = Board(node)
+        self._past = HistoryAnswers(history, self._board)
+        self._schedule = Schedule(self._inbox, spec.supervisor.poll_interval_s)
         self._effects = NodeEffects(
             Parts(
                 inbox=self._inbox,
@@ -158,10 +156,10 @@ class Daemon:
                 board=self._board,
                 state=self._state,
                 answer=self._replies.answer,
+                resync=self._schedule.resync,
             )
         )
         self._loop = Loop(node, self._inbox, self._effects, observe=history.observe)
-        self._schedule = Schedule(self._inbox, spec.supervisor.poll_interval_s)
         self._control = ControlServer(spec.supervisor.socket, self, self._on_control_error)
 
     def run(self) -> int:
@@ -233,18 +231,7 @@ class Daemon:
         self._on_bug(where, error)
 
     def _on_bug(self, where: Hashable, error: BaseException) -> None:
-        """Something that must not happen: told in one line, with the details in a file for its maintainers."""
-        state_dir = Path(self._loop.node.spec.supervisor.state_dir)
-        path = state_dir / f"bug-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%f}.txt"
-        details = "".join(traceback.format_exception(error))
-        node = self._loop.node
-        text = without_secrets(f"{where}\n\n{details}\n{node!r}\n", node.spec)
-        try:
-            write_atomically(path, text.encode("utf-8", "replace"))
-        except OSError:
-            self._voice.tell("bug", details, Severity.CRITICAL)
-        text = f"internal error in {where}: {type(error).__name__}: {error}; please report it with {path}"
-        self._voice.tell("bug", text, Severity.CRITICAL)
+        self._bugs.report(where, error, self._loop.node)
 
     # --- control.routes.Handlers --------------------------------------------------------------------------------
 
@@ -292,11 +279,15 @@ class Daemon:
         changes = requests.changes(node, loaded.spec, plan_ids)
         messages = [f"{name} {text}" for name, text in changes.items()]
         messages += fixed_settings(node.spec.supervisor, loaded.spec.supervisor)
-        reply = self._replies.ask(
-            lambda number: self._inbox.put(Reconfigured(loaded.spec, plan_ids, actor, number)), ANSWER_S
-        )
-        self._schedule.set_interval(loaded.spec.supervisor.poll_interval_s)
-        self._schedule.set_windows(_windows(loaded.spec))
+
+        def send(number: int) -> None:
+            self._inbox.put(Reconfigured(loaded.spec, plan_ids, actor, number))
+            # At once, since the loop applies it even if nobody waits for that any more; and after it, since a window
+            # that is open now is told through the inbox too, perhaps of an engine that is new.
+            self._schedule.set_interval(loaded.spec.supervisor.poll_interval_s)
+            self._schedule.set_windows(_windows(loaded.spec))
+
+        reply = self._replies.ask(send, ANSWER_S)
         accepted = reply.answer is Answer.ACCEPTED
         settling = tuple(name for name in changes if not requests.held(node, loaded.spec, name))
         return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), settling)
@@ -318,31 +309,15 @@ class Daemon:
 
     def events(self, engine: str | None, since: float | None, after: int | None, limit: int) -> EventPage | None:
         """Read some events."""
-        with readable():
-            page = self._history.page(engine, since, after, limit)
-            if engine is not None and not page.events and not self._knows(engine):
-                return None
-        return EventPage(
-            tuple(event_document(event, _stamp(event.at)) for event in page.events), page.last_id, page.more
-        )
+        return self._past.events(engine, since, after, limit)
 
     def wait_event(self, last_id: int, timeout_s: float) -> None:
         """Wait for the next event."""
-        self._history.wait(last_id, timeout_s)
+        self._past.wait_event(last_id, timeout_s)
 
     def why(self, engine: str) -> Mapping[str, Any] | None:
         """Tell what happened to an engine last."""
-        with readable():
-            found = self._history.page(engine, None, None, story.EVENTS).events
-        _, node = self._board.read()
-        known = node.engines.get(engine)
-        if not found and known is None:
-            return None
-        return story.document(story.tell(engine, found, known, time.monotonic(), time.time()), _stamp)
-
-    def _knows(self, engine: str) -> bool:
-        _, node = self._board.read()
-        return engine in node.engines or self._history.knows(engine)
+        return self._past.why(engine)
 
     def _reload_on_hangup(self) -> None:
         while True:
@@ -361,28 +336,8 @@ class Daemon:
             self._voice.tell("reload", "cannot reload for SIGHUP: the loop did not answer in time", Severity.ERROR)
 
 
-@contextmanager
-def readable() -> Iterator[None]:
-    """Trouble of the history in the words of the control API."""
-    try:
-        yield
-    except UnreadableError as error:
-        if error.slow:
-            raise TimeoutError from None
-        raise NoHistoryError(str(error)) from None
-
-
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
-
-
-def without_secrets(text: str, spec: NodeSpec) -> str:
-    """A text of our own with what looks like a secret in the environments of engines taken out."""
-    for engine in spec.engines.values():
-        for name, value in engine.env.items():
-            if looks_secret(name) and value:
-                text = text.replace(value, HIDDEN)
-    return text
 
 
 def _windows(spec: NodeSpec) -> dict[str, str]:
@@ -400,8 +355,4 @@ def fixed_settings(old: SupervisorSpec, new: SupervisorSpec) -> list[str]:
 
 
 def _document(serial: int, node: Node) -> tuple[int, dict[str, Any]]:
-    return serial, status.of(node, time.monotonic(), time.time(), _stamp)
-
-
-def _stamp(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return serial, status.of(node, time.monotonic(), time.time(), stamp)

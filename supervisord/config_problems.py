@@ -13,6 +13,9 @@ Parts = tuple[str, ...]
 
 HIDDEN: Final = "(hidden)"
 
+SECRET_CHARS: Final = 6
+"""Shorter values ("1", "none") are no secrets, and would be found in every second line."""
+
 _SHOWN_CHARS: Final = 80
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
@@ -89,6 +92,19 @@ def looks_secret(name: str) -> bool:
     Lower-case "tokens" is a count (`max-num-batched-tokens`); in the names of variables it hides the value too.
     """
     return _SECRET.search(_COUNTED.sub("", name)) is not None
+
+
+def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
+    """What of an environment nobody may quote; the longest first, since one may be a part of another."""
+    found = {value for name, value in env.items() if looks_secret(name) and len(value) >= SECRET_CHARS}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+def without(secrets: Iterable[str], text: str) -> str:
+    """Text without these secrets."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return text
 
 
 def secret_path(at: Parts) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from supervisord.config_problems import HIDDEN, looks_secret
+import psutil
+
+from supervisord.config_problems import secrets_of, without
 from supervisord.core import durable
 from supervisord.core.messages import (
     Abandon,
@@ -51,14 +53,11 @@ from supervisord.state import StateFile
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
 
-SECRET_CHARS: Final = 6
-"""Shorter values ("1", "none") are no secrets, and would be found in every second line."""
-
 ENDING_TURN_S: Final = 30.0
 """While the daemon ends, every turn asks systemd for so much more: every step has its own bound, their sum has none."""
 
 TAIL_LINES: Final = 200
-"""Last lines of output that an exit is classified by."""
+"""Last lines of output that an exit is classified by, and that are kept as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,8 @@ class Parts:
     board: Board
     state: StateFile
     answer: Callable[[Reply], None]
+    resync: Callable[[], None]
+    """Start the schedule over if the wall clock was set back; cheap, called after every turn."""
 
 
 class NodeEffects:
@@ -89,13 +90,15 @@ class NodeEffects:
         self._board = parts.board
         self._state = parts.state
         self._answer = parts.answer
+        self._resync = parts.resync
         self._saved: dict[str, durable.Saved] = {}
         self._pending: dict[str, durable.Saved] = {}
         self._pending_gone: set[str] = set()
         self._pending_lock = threading.Lock()
         self._watches: dict[str, threading.Event] = {}
         self._canaries: dict[str, threading.Event] = {}
-        self._probes: dict[str, tuple[int, EngineProbe]] = {}
+        self._probes: dict[str, tuple[tuple[int, float], EngineProbe]] = {}
+        """By engine: its generation and the timeout that it was made for, and the probe."""
         self._keys: dict[str, str | None] = {}
         self._secrets: dict[str, tuple[str, ...]] = {}
         self._perform: Mapping[type[Action], Callable[[Any, Node], None]] = {
@@ -131,11 +134,23 @@ class NodeEffects:
             self._saved.update(changed)
             for name in gone:
                 del self._saved[name]
+                self._forget(name)
             with self._pending_lock:
                 self._pending.update(changed)
                 self._pending_gone |= gone
             self._lanes.submit("state", self._write_state)
         self._board.publish(new)
+
+    def _forget(self, name: str) -> None:
+        """Drop what is known of an engine that is gone, each on the lane that uses it: it may be back at once."""
+        self._cancel(name)
+        self._lanes.submit(("probe", name), lambda: self._drop_probe(name))
+
+        def job() -> None:
+            self._keys.pop(name, None)
+            self._secrets.pop(name, None)
+
+        self._on_engine_lane(name, job)
 
     def perform(self, action: Action, node: Node) -> None:
         """Set one action in motion."""
@@ -143,6 +158,7 @@ class NodeEffects:
 
     def end(self, node: Node) -> None:
         """Feed the watchdog; say in one line how the node is."""
+        self._resync()
         self._notifier.watchdog()
         if self._notifier.active:
             self._notifier.status(summary(node))
@@ -154,8 +170,7 @@ class NodeEffects:
         """A main process ended; called on the exit watcher's thread."""
 
         def tell() -> None:
-            tail = tuple(self._without_secrets(engine, line) for line in self._launcher.tail(engine, TAIL_LINES))
-            self._inbox.put(Exited(engine, generation, code, signal, tail))
+            self._inbox.put(Exited(engine, generation, code, signal, self._last_words(engine)))
 
         # On the engine's own lane, so that the observation of a spawn always comes before that of its exit.
         self._lanes.submit(("engine", engine), tell)
@@ -195,13 +210,14 @@ class NodeEffects:
     def _know(self, plan: LaunchPlan) -> None:
         """Keep the key to talk with, and all that an engine may quote in its last words and nobody else may."""
         self._keys[plan.engine] = plan.api_key
-        secrets = {value for name, value in plan.env.items() if looks_secret(name) and len(value) >= SECRET_CHARS}
-        self._secrets[plan.engine] = tuple(sorted(secrets, key=len, reverse=True))
+        self._secrets[plan.engine] = secrets_of(plan.env)
 
-    def _without_secrets(self, engine: str, line: str) -> str:
-        for secret in self._secrets.get(engine, ()):
-            line = line.replace(secret, HIDDEN)
-        return line
+    def _last_words(self, engine: str) -> tuple[str, ...]:
+        """The last lines of output without secrets; none where these are not known."""
+        secrets = self._secrets.get(engine)
+        if secrets is None:
+            return ()
+        return tuple(without(secrets, line) for line in self._launcher.tail(engine, TAIL_LINES))
 
     def _terminate(self, action: Terminate, _: Node) -> None:
         self._on_engine_lane(action.engine, lambda: self._launcher.terminate(action.engine, action.generation))
@@ -267,17 +283,26 @@ class NodeEffects:
         name, generation = action.engine, action.generation
 
         def job() -> None:
-            known = self._probes.get(name)
-            if known is None or known[0] != generation:
-                known = self._probes[name] = (generation, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
+            made_for, known = (generation, spec.probe.timeout_s), self._probes.get(name)
+            if known is None or known[0] != made_for:
+                self._drop_probe(name)
+                known = self._probes[name] = (made_for, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
             at = time.monotonic()
             host_bytes = None
             if action.host:
                 host_bytes = self._launcher.host_bytes(name)
                 self._launcher.rotate_if_large(name)
-            self._inbox.put(Sampled(name, generation, known[1].look(at, host_bytes)))
+            sample = known[1].look(at, host_bytes)
+            if host_bytes is not None:
+                sample = replace(sample, host_limit_bytes=host_bytes + psutil.virtual_memory().available)
+            self._inbox.put(Sampled(name, generation, sample))
 
         self._lanes.submit(("probe", name), job, only_if_idle=True)
+
+    def _drop_probe(self, name: str) -> None:
+        _, probe = self._probes.pop(name, (None, None))
+        if probe is not None:
+            probe.close()
 
     def _send_canary(self, action: SendCanary, node: Node) -> None:
         spec = node.engines[action.engine].spec
@@ -285,22 +310,27 @@ class NodeEffects:
         cancelled = self._canaries[name] = threading.Event()
 
         def job() -> None:
-            outcome = canary.send(Target(spec.host, spec.port, self._keys.get(name)), cancelled)
+            outcome = canary.send(Target(spec.host, spec.port, self._keys.get(name)), cancelled, action.rank)
             if outcome is not None:
-                ended = CanaryEnded(name, generation, outcome.ok, outcome.sane, outcome.possible, outcome.detail)
-                self._inbox.put(ended)
+                told = (outcome.ok, outcome.sane, outcome.possible, outcome.detail, outcome.evidence)
+                self._inbox.put(CanaryEnded(name, generation, *told))
 
         self._lanes.submit(("canary", name, generation), job)
 
     def _keep_evidence(self, action: KeepEvidence, _: Node) -> None:
+        def job() -> None:
+            tail = self._last_words(action.engine)
+            self._launcher.keep_evidence(action.engine, action.generation, action.reason, tail)
+
         # On the engine's own lane: before the kill that follows.
-        self._on_engine_lane(
-            action.engine, lambda: self._launcher.keep_evidence(action.engine, action.generation, action.reason)
-        )
+        self._on_engine_lane(action.engine, job)
 
     def _abandon(self, action: Abandon, _: Node) -> None:
+        self._cancel(action.engine)
+
+    def _cancel(self, name: str) -> None:
         for events in (self._watches, self._canaries):
-            event = events.pop(action.engine, None)
+            event = events.pop(name, None)
             if event is not None:
                 event.set()
 

@@ -65,7 +65,8 @@ class Schedule:
         for engine, text in windows.items():
             if text:
                 trigger, for_s = window(text)
-                self._scheduler.add_job(self._open, trigger, args=(engine, for_s), id=_WINDOW + engine)
+                # The job looks at the clock: after a suspend it fires late, and the window may be over.
+                self._scheduler.add_job(self._if_open_now, trigger, args=(engine, trigger, for_s), id=_WINDOW + engine)
                 self._if_open_now(engine, trigger, for_s)
 
     def _if_open_now(self, engine: str, trigger: CronTrigger, for_s: float) -> None:
@@ -73,10 +74,7 @@ class Schedule:
         now = datetime.now(timezone.utc)
         began = last_fired(trigger, now, for_s)
         if began is not None:
-            self._open(engine, for_s - (now - began).total_seconds())
-
-    def _open(self, engine: str, for_s: float) -> None:
-        self._inbox.put(WindowOpened(engine, for_s))
+            self._inbox.put(WindowOpened(engine, for_s - (now - began).total_seconds()))
 
     def stop(self) -> None:
         """End the schedule; never waits for a job."""

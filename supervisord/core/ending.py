@@ -103,7 +103,7 @@ def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) 
     if phase.after is After.HOLD or not idle or sample.at < engine.since:
         return
     if phase.recoverable and is_low(engine.spec, sample) is False and engine.running_plan_id == engine.plan_id:
-        turn.enter(engine, Ready())
+        turn.enter(engine, Ready(engine.lasting))
         text = f"{engine.spec.name} is ready again: its blocks are free now that nothing is in flight"
         turn.record("ready", engine, text, severity=Severity.NOTICE, reason=phase.cause, free=sample.free_blocks)
         return

@@ -40,7 +40,7 @@ def on_sampled(turn: Turn, engine: Engine, phase: Ready, sample: Sample) -> None
     if seen.since < engine.since:
         seen = watch.renewed(seen, turn.now)
     seen = watch.looked(seen, sample)
-    seen = watch.blocks_looked(seen, sample, low=blocks.is_low(engine.spec, sample))
+    seen = watch.blocks_looked(seen, sample, low=blocks.is_low(engine.spec, sample, seen.low_since))
     baseline = engine.warmup.memory_bytes if engine.warmup is not None else None
     seen = watch.memory_looked(seen, sample, engine.spec.restart, baseline_bytes=baseline)
     text = None if seen.told_limit else blocks.limit_text(engine.spec, sample)
@@ -54,9 +54,13 @@ def on_sampled(turn: Turn, engine: Engine, phase: Ready, sample: Sample) -> None
 def _with_pool(engine: Engine, pool: int | None) -> Engine:
     """Remember the size of the KV pool as a good start's, unless it is a shortfall."""
     good = engine.good_blocks
-    if pool is None or blocks.is_short(pool, good) or (pool, False) == (good, engine.shortfall_retried):
+    if pool is None or blocks.is_short(pool, good):
         return engine
-    return replace(engine, good_blocks=pool, shortfall_retried=False)
+    # The largest pool of this plan: one that shrinks a little at each start would otherwise never be short.
+    largest = pool if good is None else max(pool, good)
+    if (largest, False) == (good, engine.shortfall_retried):
+        return engine
+    return replace(engine, good_blocks=largest, shortfall_retried=False)
 
 
 def findings(engine: Engine, seen: watch.Watch, sample: Sample) -> list[Finding]:
@@ -69,7 +73,7 @@ def findings(engine: Engine, seen: watch.Watch, sample: Sample) -> list[Finding]
         hanging.unresponsive(seen, sample, spec),
         blocks.free_blocks(seen, sample, spec),
         creep.gpu_creep(seen.gpu, spec.restart, sample.at, capacity_bytes=None),
-        creep.host_creep(seen.host, spec.restart, sample.at, capacity_bytes=None),
+        creep.host_creep(seen.host, spec.restart, sample.at, capacity_bytes=sample.host_limit_bytes),
         blocks.kv_shortfall(seen, sample, spec, engine.good_blocks),
         service.garbage(seen),
         service.slo(seen, spec),
@@ -104,13 +108,17 @@ def _judge(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: 
 
 def _permitted(turn: Turn, engine: Engine, finding: Finding) -> Finding:
     """A voluntary restart happens when the node allows it, for a shortfall once; otherwise it is told, and why."""
-    if finding.remedy is not Remedy.REPLACE:
+    if finding.remedy is Remedy.DRAIN:
+        why = voluntary.last_of_group(turn, engine)
+    elif finding.remedy is Remedy.REPLACE:
+        retried = engine.shortfall_retried and finding.reason.code == "kv_shortfall"
+        closed = voluntary.closed(turn, engine, urgent=finding.urgent, waives_budget=finding.waives_budget)
+        why = "a restart did not help" if retried else closed
+    else:
         return finding
-    retried = engine.shortfall_retried and finding.reason.code == "kv_shortfall"
-    why = "a restart did not help" if retried else voluntary.closed(turn, engine)
     if why is None:
         return finding
-    reason = Reason(finding.reason.code, f"{finding.reason.message}; not restarted: {why}")
+    reason = Reason(finding.reason.code, f"{finding.reason.message}; not done: {why}")
     return replace(finding, reason=reason, remedy=Remedy.TELL)
 
 
@@ -158,7 +166,7 @@ def _consider_canary(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch
     busy = watch.pending(seen, sample) is True
     if watch.canary_due(seen, spec, turn.now, confirming=confirming, busy=busy):
         turn.put(replace(engine, watch=watch.canary_sent(seen, turn.now)))
-        turn.do(SendCanary(spec.name, engine.generation))
+        turn.do(SendCanary(spec.name, engine.generation, watch.stillest(seen)))
 
 
 def on_canary_ended(turn: Turn, engine: Engine, seen: CanaryEnded) -> None:
@@ -166,8 +174,10 @@ def on_canary_ended(turn: Turn, engine: Engine, seen: CanaryEnded) -> None:
     old, name = engine.watch, engine.spec.name
     if old is None or not isinstance(engine.phase, Ready | Draining) or old.canary.sent_at is None:
         return
-    if seen.possible:
-        remembered = watch.canary_ended(old, turn.now, ok=seen.ok, sane=seen.sane)
+    if not seen.evidence:
+        remembered = watch.canary_turned_away(old, turn.now)
+    elif seen.possible:
+        remembered = watch.canary_ended(old, turn.now, ok=seen.ok, sane=seen.sane, detail=seen.detail)
     else:
         remembered = watch.canary_impossible(old)
         text = f"{name} cannot be asked for a completion ({seen.detail}): it is judged by its counters alone"

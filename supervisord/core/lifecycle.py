@@ -13,11 +13,9 @@ from supervisord.core.model import (
     Backoff,
     Draining,
     Engine,
-    Failed,
     Ready,
     Starting,
     State,
-    Stopped,
     Stopping,
     Waiting,
     Warming,
@@ -63,8 +61,8 @@ def deadlines(engine: Engine) -> Iterator[float]:
             yield from _of_stopping(engine, phase)
         case Ready():
             yield from _of_ready(engine, phase)
-        case Stopped() | Failed():
-            pass
+        case _:
+            pass  # stopped and failed: resting places
 
 
 def _of_ready(engine: Engine, phase: Ready) -> Iterator[float]:

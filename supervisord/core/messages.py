@@ -192,6 +192,8 @@ class CanaryEnded:
     sane: bool
     possible: bool = True
     detail: str = ""
+    evidence: bool = True
+    """False: turned away for the moment; neither alive nor dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +301,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class SendCanary:
-    """One tiny completion, read to its end. Answered by CanaryEnded, at the latest when the engine goes."""
+    """One tiny completion, read to its end. Answered by CanaryEnded, at the latest when the engine goes.
+
+    `rank`: the data-parallel rank that it is meant for (vLLM's header X-data-parallel-rank); None: any.
+    """
 
     engine: str
     generation: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,6 +318,12 @@ class Engine:
         return self.launching is not None or isinstance(phase, Starting | Warming | Ready | Draining | Stopping)
 
     @property
+    def lasting(self) -> tuple[Reason, ...]:
+        """Why it is degraded for as long as this process lives: its warm-up failed."""
+        problem = self.warmup.problem if self.warmup is not None else None
+        return () if problem is None else (problem,)
+
+    @property
     def restarts(self) -> int:
         """Spawns after the first."""
         return max(0, self.generation - 1)

@@ -181,7 +181,7 @@ def _on_sampled(turn: Turn, engine: Engine, seen: Sampled) -> None:
     if old is not None and sample.at <= old.at:
         return
     if old is not None and sample.host_bytes is None:
-        sample = replace(sample, host_bytes=old.host_bytes, host_at=old.host_at)
+        sample = replace(sample, host_bytes=old.host_bytes, host_at=old.host_at, host_limit_bytes=old.host_limit_bytes)
     if old is not None and sample.version is None:
         sample = replace(sample, version=old.version)
     if isinstance(phase, Ready):

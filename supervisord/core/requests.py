@@ -84,7 +84,7 @@ def _start(turn: Turn, engine: Engine, seen: Requested) -> None:
             ending.stop(turn, engine, After.START, cause, at_once=False)
             _accept(turn, seen, f"{name} is restarted: its launch plan has changed")
         case Draining():
-            turn.enter(engine, Ready())
+            turn.enter(engine, Ready(engine.lasting))
             turn.record("ready", engine, f"{name} is ready: its drain was taken back", severity=Severity.NOTICE)
             _accept(turn, seen, f"{name} takes traffic again")
         case Stopping():
@@ -266,6 +266,8 @@ def _bring_back(turn: Turn, engine: Engine) -> None:
 
 def _change(turn: Turn, engine: Engine, old: Engine, cause: Reason) -> None:
     changed = engine.plan_id != old.plan_id
+    if engine.spec.restart.maintenance_window != old.spec.restart.maintenance_window:
+        engine = replace(engine, window_until=None)
     engine = turn.put(engine)
     match engine.phase:
         case Failed(kind=FailedKind.CONFIG | FailedKind.CRASH_LOOP) if engine.spec != old.spec or changed:

@@ -82,6 +82,10 @@ class Sample:
     """Anonymous memory of all its processes; looked at less often than the rest, see `host_at`."""
     host_at: float | None = None
     version: str | None = None
+    host_limit_bytes: int | None = None
+    """Where its host memory would end: what it has and what the machine still has (MemAvailable)."""
+    metrics_status: int | None = None
+    """HTTP status of `/metrics`; None: no answer, so nobody knows whether there is a page."""
     metrics_ok: bool = False
     """Whether `/metrics` gave a page; what it says may still be unknown."""
     ranks: tuple[RankMetrics, ...] = ()

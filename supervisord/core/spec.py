@@ -111,7 +111,7 @@ class RestartSpec:
     creep_margin_mib: float = key(
         "and this far above the level after warm-up; more in the first five windows", 512.0, low=0, high=10_000_000
     )
-    creep_window_s: float = key("and for this long, 12 minutes at least", 3600.0, low=60, high=604_800)
+    creep_window_s: float = key("and for this long, 12 minutes at least", 3600.0, low=720, high=604_800)
     on_kv_shortfall: Literal["restart", "alert"] = key("a KV pool far smaller than at the last good start", "restart")
     maintenance_window: str = key(
         'when voluntary restarts may happen: "CRON DURATION", e.g. "0 3 * * * 2h"; "" = always', ""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
+from supervisord.core import memory
 from supervisord.core.model import (
     Backoff,
     Draining,
@@ -129,7 +130,7 @@ def _engine(engine: Engine, now: float, clock: Clock) -> dict[str, Any]:
             else None,
             "gpu_creep_mib_per_h": None,
             "host_creep_mib_per_h": _host_creep(engine),
-            "exhausted_in_s": None,
+            "exhausted_in_s": _exhausted_in_s(engine, now),
         },
         "warmup": _warmup(engine.warmup),
         "last_exit": _last_exit(engine.last_exit, clock),
@@ -188,6 +189,14 @@ def _host_creep(engine: Engine) -> float | None:
     if engine.watch is None or engine.watch.host.trend is None or not isinstance(engine.phase, Ready):
         return None
     return _number(engine.watch.host.trend.slope_mib_per_h, 1)
+
+
+def _exhausted_in_s(engine: Engine, now: float) -> float | None:
+    """Seconds until its host memory ends at the pace of now."""
+    limit = engine.sample.host_limit_bytes if engine.sample is not None else None
+    if engine.watch is None or not isinstance(engine.phase, Ready):
+        return None
+    return _number(memory.exhausted_in_s(engine.watch.host, now, limit), 0)
 
 
 def _service(engine: Engine) -> dict[str, float | None]:

@@ -15,18 +15,29 @@ DONE_WITH: Final = frozenset({State.STOPPED, State.FAILED})
 """A replacement that ended here is over: nobody waits for it."""
 
 
-def closed(turn: Turn, engine: Engine) -> str | None:
-    """Why a voluntary restart of this engine has to wait, in words; None: it may happen now."""
+def closed(turn: Turn, engine: Engine, *, urgent: bool = False, waives_budget: bool = False) -> str | None:
+    """Why a voluntary restart of this engine has to wait, in words; None: it may happen now.
+
+    `urgent`: memory ends within half an hour, a window is not waited for. `waives_budget`: within ten minutes, nor is
+    anything else: the crash would come first.
+    """
     spec = engine.spec
-    others = [other for other in turn.engines() if other.spec.name != spec.name]
-    if spec.restart.maintenance_window and (engine.window_until is None or turn.now >= engine.window_until):
+    if waives_budget:
+        return None
+    shut = engine.window_until is None or turn.now >= engine.window_until
+    if spec.restart.maintenance_window and shut and not urgent:
         return f"its maintenance window is closed ({spec.restart.maintenance_window})"
+    others = (other for other in turn.engines() if other.spec.name != spec.name)
     under_way = next((o.spec.name for o in others if o.replacing and o.state not in DONE_WITH), None)
     if under_way is not None:
         return f"{under_way} is being replaced, one at a time"
-    if spec.replica_group is None:
+    return last_of_group(turn, engine)
+
+
+def last_of_group(turn: Turn, engine: Engine) -> str | None:
+    """Why this engine must not leave traffic by our choice: no other of its replica group is ready."""
+    group, name = engine.spec.replica_group, engine.spec.name
+    others = [o for o in turn.engines() if o.spec.name != name and o.spec.replica_group == group and o.wanted]
+    if group is None or not others or any(o.state is State.READY for o in others):
         return None
-    group = [o for o in others if o.spec.replica_group == spec.replica_group and o.wanted]
-    if group and not any(o.state is State.READY for o in group):
-        return f"it is the last ready engine of its replica group {spec.replica_group}"
-    return None
+    return f"it is the last ready engine of its replica group {group}"

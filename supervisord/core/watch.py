@@ -36,6 +36,8 @@ class RankWatch:
     moved_at: float
     seen_at: float
     still_since: float | None = None
+    still_looks: int = 0
+    """Looks since then that saw it still."""
     pending: bool | None = None
 
 
@@ -50,6 +52,8 @@ class Canary:
     ended_at: float | None = None
     garbage: int = 0
     possible: bool = True
+    detail: str = ""
+    """How the last one failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class Watch:
     failing_since: float | None = None
     """Since when `/health` and `/metrics` both fail."""
     refused_since: float | None = None
+    failing_looks: int = 0
+    refused_looks: int = 0
     low_since: float | None = None
     low_samples: int = 0
     low_canaries: int = 0
@@ -176,6 +182,12 @@ def others_still(watch: Watch, at: float) -> bool:
     )
 
 
+def stillest(watch: Watch) -> int | None:
+    """The rank that a canary should reach: with several, the one that has stood still longest; None: any."""
+    waiting = [(rank.still_since, rank.rank) for rank in watch.ranks if rank.still_since is not None]
+    return min(waiting)[1] if waiting and len(watch.ranks) > 1 else None
+
+
 def sees_movement(watch: Watch, at: float) -> bool:
     """Whether the look at `at` saw the counters of every rank."""
     return bool(watch.ranks) and all(rank.seen_at == at for rank in watch.ranks)
@@ -192,6 +204,8 @@ def _reachability(watch: Watch, sample: Sample) -> Watch:
         unavailable=unavailable,
         failing_since=(watch.failing_since if watch.failing_since is not None else sample.at) if failed else None,
         refused_since=(watch.refused_since if watch.refused_since is not None else sample.at) if refused else None,
+        failing_looks=watch.failing_looks + 1 if failed else 0,
+        refused_looks=watch.refused_looks + 1 if refused else 0,
     )
 
 
@@ -208,11 +222,12 @@ def _rank(old: RankWatch | None, new: RankMetrics, at: float) -> RankWatch:
     steps, prompt, generated = (None not in pair for pair in pairs)
     if new.pending is None or not (steps or (prompt and generated)):
         return replace(old, odometer=odometer)
-    since = None
+    since, looks = None, 0
     if new.pending:
         began_at = old.moved_at if old.pending else at
         since = old.still_since if old.still_since is not None else began_at
-    return RankWatch(new.rank, odometer, moved_at=old.moved_at, seen_at=at, still_since=since, pending=new.pending)
+        looks = old.still_looks + 1
+    return RankWatch(new.rank, odometer, old.moved_at, at, still_since=since, still_looks=looks, pending=new.pending)
 
 
 def _points(points: tuple[Point, ...], sample: Sample) -> tuple[Point, ...]:
@@ -275,15 +290,21 @@ def canary_sent(watch: Watch, now: float) -> Watch:
     return replace(watch, canary=replace(watch.canary, sent_at=now, counted=0))
 
 
-def canary_ended(watch: Watch, now: float, *, ok: bool, sane: bool) -> Watch:
+def canary_ended(watch: Watch, now: float, *, ok: bool, sane: bool, detail: str = "") -> Watch:
     """Remember how it ended: a whole answer resets the failures, also when it came late."""
     old = watch.canary
     if ok:
-        canary = replace(old, failures=0, ok_at=now, garbage=0 if sane else old.garbage + 1)
+        canary = replace(old, failures=0, ok_at=now, garbage=0 if sane else old.garbage + 1, detail="")
     else:
-        canary = replace(old, failures=old.failures + (1 if old.counted == 0 and not watch.asleep else 0))
+        counts = old.counted == 0 and not watch.asleep
+        canary = replace(old, failures=old.failures + (1 if counts else 0), detail=detail)
     low = watch.low_canaries + 1 if ok and watch.low_since is not None else watch.low_canaries
     return replace(watch, canary=replace(canary, sent_at=None, counted=0, ended_at=now), low_canaries=low)
+
+
+def canary_turned_away(watch: Watch, now: float) -> Watch:
+    """It was refused for the moment (too many requests): that is no evidence, and another one follows."""
+    return replace(watch, canary=replace(watch.canary, sent_at=None, counted=0, ended_at=now))
 
 
 def canary_impossible(watch: Watch) -> Watch:

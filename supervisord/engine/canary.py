@@ -16,6 +16,8 @@ from supervisord.engine.prompts import generated, is_sane
 _TOKENS: Final = 8
 """Few, and enough to tell text from one repeated character."""
 
+_NOT_NOW: Final = frozenset({408, 425, 429})
+_RANK_HEADER: Final = "X-data-parallel-rank"
 _LONGEST_S: Final = 86400.0
 _OK: Final = 200
 _CLIENT_ERRORS: Final = 400
@@ -35,18 +37,23 @@ class Outcome:
     sane: bool
     possible: bool
     detail: str
+    evidence: bool = True
+    """False: turned away for the moment (429 and the like), which says nothing of the engine."""
 
 
-def send(target: Target, cancelled: threading.Event) -> Outcome | None:
-    """Send one and wait for its end. None when it was cancelled. Never raises."""
+def send(target: Target, cancelled: threading.Event, rank: int | None = None) -> Outcome | None:
+    """Send one and wait for its end. None when it was cancelled. Never raises.
+
+    `rank`: the data-parallel rank that it should reach; releases that do not know the header choose one themselves.
+    """
     client = Client(target, cancelled)
     try:
         model = _model(client)
         if isinstance(model, Outcome):
             return model
-        result = _complete(client, model, chat=False)
+        result = _complete(client, model, rank, chat=False)
         if isinstance(result, Answer) and _refused(result.status):
-            result = _complete(client, model, chat=True)
+            result = _complete(client, model, rank, chat=True)
         return _judged(result)
     finally:
         client.close()
@@ -67,12 +74,15 @@ def _refused(status: int) -> bool:
     return _CLIENT_ERRORS <= status < _SERVER_ERRORS or status == _NOT_IMPLEMENTED
 
 
-def _complete(client: Client, model: str | None, *, chat: bool) -> Answer | Failure:
+def _complete(client: Client, model: str | None, rank: int | None, *, chat: bool) -> Answer | Failure:
+    headers = {} if rank is None else {_RANK_HEADER: str(rank)}
     common = {"model": model, "max_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
     if chat:
         message = {"role": "user", "content": "Hello"}
-        return client.post("/v1/chat/completions", {**common, "messages": [message]}, timeout_s=_LONGEST_S)
-    return client.post("/v1/completions", {**common, "prompt": "Hello"}, timeout_s=_LONGEST_S)
+        return client.post(
+            "/v1/chat/completions", {**common, "messages": [message]}, timeout_s=_LONGEST_S, headers=headers
+        )
+    return client.post("/v1/completions", {**common, "prompt": "Hello"}, timeout_s=_LONGEST_S, headers=headers)
 
 
 def _judged(result: Answer | Failure) -> Outcome | None:
@@ -80,6 +90,8 @@ def _judged(result: Answer | Failure) -> Outcome | None:
         if result.kind == "cancelled":
             return None
         return Outcome(ok=False, sane=False, possible=True, detail=result.detail)
+    if result.status in _NOT_NOW:
+        return Outcome(ok=False, sane=False, possible=True, detail=f"HTTP {result.status}", evidence=False)
     if _refused(result.status):
         return Outcome(ok=False, sane=False, possible=False, detail=f"HTTP {result.status}")
     if result.status != _OK:

@@ -252,12 +252,19 @@ class Client:
         return result
 
     def post(
-        self, path: str, payload: Mapping[str, Any], *, timeout_s: float, limit_bytes: int = ANSWER_BYTES
+        self,
+        path: str,
+        payload: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        limit_bytes: int = ANSWER_BYTES,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer | Failure:
         """POST JSON, once, over a connection of its own: trying again could run the work twice."""
         self.close()
         body = json.dumps(payload).encode()
-        result = self._exchange(_Bounds(timeout_s, self._cancelled), "POST", path, body, limit_bytes)
+        bounds = _Bounds(timeout_s, self._cancelled)
+        result = self._exchange(bounds, "POST", path, body, limit_bytes, headers)
         self.close()
         return result
 
@@ -272,9 +279,15 @@ class Client:
         return headers
 
     def _exchange(
-        self, bounds: _Bounds, method: str, path: str, payload: bytes | None, limit_bytes: int
+        self,
+        bounds: _Bounds,
+        method: str,
+        path: str,
+        payload: bytes | None,
+        limit_bytes: int,
+        extra: Mapping[str, str] | None = None,
     ) -> Answer | Failure:
-        headers = self._headers(path)
+        headers = {**self._headers(path), **(extra or {})}
         if payload is not None:
             headers["Content-Type"] = "application/json"
         connection = self._connection

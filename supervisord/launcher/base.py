@@ -68,8 +68,8 @@ class Launcher(Protocol):
     def terminate(self, engine: str, generation: int) -> None:
         """SIGTERM to the main process."""
 
-    def keep_evidence(self, engine: str, generation: int, reason: str) -> None:
-        """Write down what its processes do, before they are killed; takes seconds at most."""
+    def keep_evidence(self, engine: str, generation: int, reason: str, tail: tuple[str, ...]) -> None:
+        """Write down what its processes do, before they are killed, and its last words; takes seconds at most."""
 
     def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
         """SIGKILL to everything, then its files. Returns what remains after a few seconds, described."""

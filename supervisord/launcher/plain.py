@@ -28,7 +28,6 @@ from supervisord.launcher.starting import Starter
 from supervisord.launcher.statedir import PrivateDirs, make_directory
 from supervisord.state import boot_id
 
-EVIDENCE_LINES: Final = 200
 SWEEP_S: Final = 5.0
 
 _CENSUS_S: Final = 1.0
@@ -151,12 +150,12 @@ class PlainLauncher:
             with self._telling(f"cannot send SIGTERM to {engine}"), contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(entry.pidfd, signal.SIGTERM)
 
-    def keep_evidence(self, engine: str, generation: int, reason: str) -> None:
+    def keep_evidence(self, engine: str, generation: int, reason: str, tail: tuple[str, ...]) -> None:
         """Write `<state_dir>/evidence/ENGINE.GENERATION.REASON.txt`; the newest 20 files are kept."""
         path = Path(self._state_dir) / "evidence" / f"{engine}.{generation}.{reason}.txt"
         with self._telling(f"cannot keep evidence of {engine}"):
             heading = f"engine {engine}, generation {generation}, killed for: {reason}"
-            evidence.collect(path, heading, self.members(engine), self.tail(engine, EVIDENCE_LINES))
+            evidence.collect(path, heading, self.members(engine), tail)
 
     def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
         """SIGKILL to everything of the engine, then its files. Returns what still lives after 5 s, described."""

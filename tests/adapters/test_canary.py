@@ -64,7 +64,13 @@ def test_server_errors_are_evidence(status: int) -> None:
     assert outcome == Outcome(ok=False, sane=False, possible=True, detail=f"HTTP {status}")
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 422, 429, 501])
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_an_engine_that_turns_us_away_for_the_moment_says_nothing(status: int) -> None:
+    outcome, _ = ask(engine(answer(status), chat=answer(status)))
+    assert outcome == Outcome(ok=False, sane=False, possible=True, detail=f"HTTP {status}", evidence=False)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 422, 501])
 def test_an_engine_that_cannot_be_asked_is_none(status: int) -> None:
     outcome, requests = ask(engine(answer(status), chat=answer(status)))
     assert outcome == Outcome(ok=False, sane=False, possible=False, detail=f"HTTP {status}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -102,3 +104,54 @@ def test_where_nothing_can_be_written_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "e").write_text("in the way", encoding="utf-8")
     with pytest.raises(OSError, match="e"):
         evidence.collect(tmp_path / "e" / "a.txt", "x", [], [])
+
+
+class Immortal:
+    """A process that hangs in the kernel: neither a signal nor waiting ends it."""
+
+    started: ClassVar[list[Immortal]] = []
+
+    def __init__(self, command: tuple[str, ...], **pipes: Any) -> None:
+        self.command = command
+        self.pipes = pipes
+        self.killed = False
+        self.started.append(self)
+
+    def wait(self, timeout: float) -> int:
+        time.sleep(timeout)
+        raise subprocess.TimeoutExpired(self.command, timeout)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_py_spy_that_survives_its_kill_is_left_to_itself(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, "never run", monkeypatch)
+    monkeypatch.setattr(evidence, "STACK_S", 0.2)
+    monkeypatch.setattr(evidence, "DEATH_S", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", Immortal)
+    began = time.monotonic()
+    evidence.collect(tmp_path / "e" / "a.txt", "x", [sleeper.pid], ["last line"])
+    assert time.monotonic() - began < 5
+    (immortal,) = Immortal.started
+    assert immortal.killed
+    assert subprocess.PIPE not in immortal.pipes.values()
+    assert immortal.pipes["stdout"].closed
+    text = (tmp_path / "e" / "a.txt").read_text(encoding="utf-8")
+    assert "last line" in text
+    assert "py-spy" not in text
+
+
+def test_whoever_inherited_the_output_of_py_spy_holds_up_nothing(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path, f"sleep 30 & echo $! >{tmp_path}/child; echo stack", monkeypatch)
+    began = time.monotonic()
+    try:
+        evidence.collect(tmp_path / "e" / "a.txt", "x", [sleeper.pid], [])
+        assert time.monotonic() - began < 5
+        assert "\nstack\n" in (tmp_path / "e" / "a.txt").read_text(encoding="utf-8")
+    finally:
+        os.kill(int((tmp_path / "child").read_text(encoding="utf-8")), signal.SIGKILL)

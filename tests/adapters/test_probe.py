@@ -57,7 +57,9 @@ def test_sample_of_a_busy_engine() -> None:
             generation_tokens=22328.0,
             iterations=1592.0,
             host_bytes=1 << 30,
+            host_at=12.5,
             version="0.32.0",
+            metrics_status=200,
             metrics_ok=True,
             ranks=sample.ranks,
             pool_blocks=16384,
@@ -79,7 +81,7 @@ def test_dead_engine_core() -> None:
 
 def test_refused() -> None:
     probe = EngineProbe("127.0.0.1", unused_port(), 5)
-    assert probe.look(1.0, 7) == Sample(at=1.0, health_error="refused", host_bytes=7)
+    assert probe.look(1.0, 7) == Sample(at=1.0, health_error="refused", host_bytes=7, host_at=1.0)
     assert probe.last_page is None
 
 
@@ -105,7 +107,9 @@ def test_everything_hangs() -> None:
 def test_without_metrics_everything_is_unknown(metrics: bytes | None) -> None:
     sample = look(engine(metrics=metrics))
     ok = sample.metrics_ok
-    assert sample == Sample(at=1.5, health_status=200, version=sample.version, metrics_ok=ok)
+    status = None if metrics is None else int(metrics.split()[1])
+    wanted = Sample(at=1.5, health_status=200, version=sample.version, metrics_ok=ok, metrics_status=status)
+    assert sample == wanted
     assert ok == (metrics is not None and metrics.startswith(b"HTTP/1.1 200"))
 
 

@@ -239,7 +239,7 @@ class Incident:
             sample = Sample(at=at)
             spent_s += 0.0 if error == "refused" or (not says.metrics and status is not None) else TIMEOUT_S
         if says.stated is not None and status == 200:
-            sample = replace(sample, free_blocks=says.stated, free_stated=True)
+            sample = replace(sample, free_blocks=says.stated, free_stated=True, metrics_status=404)
         sample = replace(sample, health_status=status, health_error=error)
         seen = Sampled("a", generation, sample)
         if spent_s:

@@ -48,6 +48,7 @@ def page(at: float, *ranks: RankMetrics, **values: Any) -> Sample:
         total_blocks=totals[0] if totals else None,
         free_blocks=min(free, default=None),
         metrics_ok=True,
+        metrics_status=200,
         ranks=ranks,
         pool_blocks=sum(totals) if totals else None,
     )
@@ -66,7 +67,7 @@ def missing(at: float, error: str = "timeout") -> Sample:
 
 def stated(at: float, free: int, **values: Any) -> Sample:
     """A look at a patched build or a proxy: `/health` states free blocks, and there are no metrics."""
-    return replace(Sample(at=at, health_status=200, free_blocks=free, free_stated=True), **values)
+    return replace(Sample(at=at, health_status=200, free_blocks=free, free_stated=True, metrics_status=404), **values)
 
 
 def spec(**keys: Any) -> EngineSpec:

@@ -1,7 +1,7 @@
 """Cores with one small mistake in them, made in memory: the tests of the tests.
 
 The modules of the reducer are loaded anew with some text replaced; the shared types (model, messages, spec) stay the
-same objects, so that a mutant can be driven by the same world.
+same objects, so that a mutant can be driven by the same world. What only computes (watch, rules) is not loaded anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ REDUCER = (
     "lifecycle",
     "turn",
     "admission",
+    "voluntary",
     "ending",
+    "judging",
     "starting",
     "voluntary",
     "judging",

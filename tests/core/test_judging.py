@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -120,20 +121,23 @@ def test_the_strongest_finding_is_acted_on() -> None:
 
 
 def test_transitions_are_told_ticks_are_not() -> None:
-    play = serving(restart={"free_blocks_min": 100})
-    see(play, look(T0 + 5, steps=1, running=4, free_blocks=3)).says("degraded").does()
+    play = serving(restart={"free_blocks_min": 100, "free_blocks_for_s": 5})
+    see(play, look(T0 + 1, steps=1, running=4, free_blocks=3)).says().does()
+    see(play, look(T0 + 5, steps=2, running=4, free_blocks=3)).says()
+    see(play, look(T0 + 6, steps=3, running=4, free_blocks=3)).says("degraded").does()
     assert play.record("degraded").reason == "kv_pressure"
     assert play.phase(Ready).next_look_at is None, "load is not looked into"
-    see(play, look(T0 + 10, steps=2, running=4, free_blocks=2)).says()
-    assert play.phase(Ready).reasons[0].message.startswith("2 of 1000 KV blocks free for 5 s")
-    see(play, look(T0 + 15, steps=3, running=4, free_blocks=500)).says("recovered")
+    see(play, look(T0 + 10, steps=4, running=4, free_blocks=2)).says()
+    assert play.phase(Ready).reasons[0].message.startswith("2 of 1000 KV blocks free for 9 s")
+    see(play, look(T0 + 15, steps=5, running=4, free_blocks=500)).says("recovered")
     assert play.record("recovered").message.startswith("a: kv_pressure is over; it was: 2 of 1000 KV blocks free")
     assert codes(play) == []
 
 
 def test_a_look_that_cannot_see_it_does_not_end_it() -> None:
-    play = serving(restart={"free_blocks_min": 100})
-    see(play, look(T0 + 5, steps=1, running=4, free_blocks=3))
+    play = serving(restart={"free_blocks_min": 100, "free_blocks_for_s": 0})
+    for at in (1, 2, 5):
+        see(play, look(T0 + at, steps=at / 10, running=4, free_blocks=3))
     see(play, missing(T0 + 10)).says()
     see(play, look(T0 + 15, steps=2, running=4, free_blocks=None)).says("free_blocks_rule")
     assert codes(play) == ["kv_pressure"]
@@ -267,6 +271,33 @@ def test_an_engine_that_cannot_be_asked_is_said_once_and_left_alone() -> None:
     assert [kind for kind, _ in told(play)].count("canary_impossible") == 1
 
 
+def asked(play: Play, looks: range, one: Callable[[float], Sample]) -> list[SendCanary]:
+    """The canaries that are sent over these looks."""
+    sent: list[SendCanary] = []
+    for at in looks:
+        see(play, one(T0 + at))
+        sent += [action for action in play.actions if isinstance(action, SendCanary)]
+    return sent
+
+
+def test_a_canary_that_is_turned_away_is_no_evidence_and_another_follows() -> None:
+    play = serving()
+    assert asked(play, range(1, 70, 5), look) == [SendCanary("a", 1)]
+    ended = CanaryEnded("a", 1, ok=False, sane=False, detail="HTTP 429", evidence=False)
+    play.see(ended, after=1).does(Probe).says()
+    remembered = play.engine().watch
+    assert remembered is not None
+    assert (remembered.canary.failures, remembered.canary.possible, remembered.canary.sent_at) == (0, True, None)
+    assert asked(play, range(70, 140, 5), look) == [SendCanary("a", 1)]
+
+
+def test_a_canary_is_meant_for_the_rank_that_stands_still() -> None:
+    def look_at_two(at: float) -> Sample:
+        return page(at, rank(0), rank(1, running=2))
+
+    assert asked(serving(), range(1, 70, 5), look_at_two) == [SendCanary("a", 1, 1)]
+
+
 def test_a_mass_cancel_leaves_stale_gauges_that_a_canary_clears() -> None:
     play = serving()
     see(play, look(T0 + 5, steps=11, running=32, waiting=90, free_blocks=2))
@@ -361,6 +392,13 @@ def test_under_load_drain_takes_it_out_and_back() -> None:
     assert codes(play) == []
 
 
+def test_the_last_ready_of_a_group_is_not_drained_for_pressure() -> None:
+    keys: dict[str, Any] = {"restart": {"free_blocks_min": 100, "under_load": "drain", "free_blocks_for_s": 2}}
+    play = launching(spec(name="a", replica_group="g", **keys), spec(name="b", replica_group="g")).up("a")
+    press(play, 4).is_(State.READY)
+    assert play.phase(Ready).reasons[0].message.endswith("not done: it is the last ready engine of its replica group g")
+
+
 def test_under_load_drain_restarts_what_does_not_recover() -> None:
     play = press(serving(restart={"free_blocks_min": 100, "under_load": "drain", "free_blocks_for_s": 5}), 10)
     see(play, look(play.now + 1, steps=1, free_blocks=3)).is_(State.STOPPING)
@@ -420,12 +458,12 @@ def test_a_shortfall_costs_one_restart_and_no_more() -> None:
     see(play, look(play.now + 1, total_blocks=100)).is_(State.STOPPING)
     start_with(again(play), 100).is_(State.READY)
     assert (play.engine().replacing, play.engine().failures, play.engine().restart_times) == (False, 0, ())
-    assert play.phase(Ready).reasons[0].message.endswith("; not restarted: a restart did not help")
+    assert play.phase(Ready).reasons[0].message.endswith("; not done: a restart did not help")
     assert play.phase(Ready).next_look_at is None
     assert play.engine().good_blocks == 1000
     play.ask(Op.RESTART, now=True)
     start_with(again(play), 990)
-    assert (play.engine().good_blocks, play.engine().shortfall_retried, codes(play)) == (990, False, [])
+    assert (play.engine().good_blocks, play.engine().shortfall_retried, codes(play)) == (1000, False, [])
 
 
 def test_one_odd_page_is_no_pool() -> None:
@@ -448,11 +486,7 @@ def test_a_replacement_waits_for_its_window_and_says_so() -> None:
     play = start_with(serving(restart=window), 1000)
     play.ask(Op.RESTART, now=True)
     start_with(again(play), 100).is_(State.READY)
-    assert (
-        play.phase(Ready)
-        .reasons[0]
-        .message.endswith("; not restarted: its maintenance window is closed (0 3 * * * 2h)")
-    )
+    assert play.phase(Ready).reasons[0].message.endswith("; not done: its maintenance window is closed (0 3 * * * 2h)")
     play.see(WindowOpened("a", 7200.0))
     play.see(WindowOpened("b", 7200.0))
     see(play, look(play.now + 5, total_blocks=100)).is_(State.DRAINING)

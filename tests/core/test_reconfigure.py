@@ -27,7 +27,7 @@ from supervisord.core.messages import (
 )
 from supervisord.core.model import After, Draining, Failed, FailedKind, Ready, State, Stopping
 from supervisord.core.requests import changes, held
-from supervisord.core.spec import EngineSpec, NodeSpec
+from supervisord.core.spec import EngineSpec, NodeSpec, RestartSpec
 from tests.core.play import T0, Play, engine_spec, launching, node_spec, plan_ids, ready, starting, stopped, warming
 
 
@@ -275,3 +275,11 @@ def test_a_reload_without_engines() -> None:
     assert changes(stopped(A).node, NodeSpec(), {}) == {
         "a": "is no longer configured: it is stopped and forgotten",
     }
+
+
+def test_another_window_closes_the_one_that_is_open() -> None:
+    play = ready(restart=RestartSpec(maintenance_window="0 3 * * * 2h")).change(window_until=T0 + 9999)
+    engine = play.engine()
+    other = replace(engine.spec, restart=RestartSpec(maintenance_window="0 4 * * * 2h"))
+    play.see(Reconfigured(NodeSpec(engines={"a": other}), {"a": engine.plan_id}, "uid 0"))
+    assert play.engine().window_until is None

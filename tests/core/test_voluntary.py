@@ -41,6 +41,15 @@ def test_only_while_the_window_is_open() -> None:
     assert closed(play, after=100.0) is not None
 
 
+def test_memory_that_ends_soon_waits_for_less() -> None:
+    play = launching(spec(restart={"maintenance_window": "0 3 * * * 2h"}), spec(name="b")).up("a").up("b")
+    play.change("b", replacing=True)
+    turn, engine = Turn(play.node, play.now), play.engine()
+    assert voluntary.closed(turn, engine) == "its maintenance window is closed (0 3 * * * 2h)"
+    assert voluntary.closed(turn, engine, urgent=True) == "b is being replaced, one at a time"
+    assert voluntary.closed(turn, engine, urgent=True, waives_budget=True) is None
+
+
 def test_one_at_a_time() -> None:
     play = fleet(a=None, b=None).change("b", replacing=True)
     assert closed(play) == "b is being replaced, one at a time"

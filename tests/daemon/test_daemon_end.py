@@ -55,6 +55,7 @@ def test_sigterm_ends_engines_in_every_state(tmp_path: Path) -> None:
         assert daemon.cli("status").returncode == 3
 
         # It was not the operator's stop: the next daemon starts again what was wanted.
+        daemon.configure(section(sims["ready"], sims["draining"]))
         daemon.start()
         daemon.wait_state("ready", "ready", generation=2)
         assert daemon.engine("draining")["wanted"] == "running"
@@ -83,7 +84,7 @@ def test_a_second_sigterm_waits_for_nothing(tmp_path: Path) -> None:
 
 def test_signals_before_anything_runs(tmp_path: Path) -> None:
     """SIGTERM may come at any moment of the daemon's own start."""
-    sim = Sim(tmp_path, mood={"ready_delay_s": 600})
+    sim = Sim(tmp_path, mood={"ready_delay_s": 600, "swallow_sigterm_while_starting": False})
     with Daemon(section(sim)) as daemon:
         for delay_s in (0.05, 0.2, 0.3, 0.4, 0.5):
             daemon.start(wait=False)

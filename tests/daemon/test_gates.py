@@ -155,6 +155,7 @@ def test_a_full_disk_stops_no_supervision(tmp_path: Path) -> None:
         assert daemon.stop() == 0
         assert engine_processes(daemon.state_dir) == []
         assert watcher.twins == []
+        daemon.assert_no_bug()
 
 
 def test_identities_that_cannot_be_written(tmp_path: Path) -> None:

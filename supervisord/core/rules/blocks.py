@@ -6,6 +6,7 @@ all of its 300 requests succeeded. So low free blocks with tokens flowing is loa
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 from supervisord.core.model import Reason, Sample
@@ -21,6 +22,9 @@ SAMPLES_MIN: Final = 3
 CANARIES_MIN: Final = 3
 IDLE_DEADLINES: Final = 2
 """Gauges of an idle engine are stale until it steps: that many canaries, a `canary_deadline_s` apart, make it step."""
+
+CLEAR_FACTOR: Final = 1.2
+"""Low blocks are over at this much above the limit."""
 
 SHORTFALL: Final = 0.8
 
@@ -51,11 +55,14 @@ def limit_text(spec: EngineSpec, sample: Sample) -> str | None:
     return None
 
 
-def is_low(spec: EngineSpec, sample: Sample) -> bool | None:
+def is_low(spec: EngineSpec, sample: Sample, low_since: float | None = None) -> bool | None:
     """Whether this look saw too few free blocks; None when it saw nothing about them."""
     limit = threshold(spec, sample)
     if limit is None or sample.free_blocks is None:
         return None
+    if low_since is not None:
+        # Not over at the first block more: at the limit it would be told every few seconds.
+        limit = ceil(CLEAR_FACTOR * limit)
     return sample.free_blocks < limit
 
 
@@ -70,8 +77,11 @@ def free_blocks(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | Non
     numbers = {"free": sample.free_blocks, "total": sample.total_blocks, "min": limit, "low_s": round(low_s, 1)}
     confirmed = low_s >= spec.restart.free_blocks_for_s and watch.low_samples >= SAMPLES_MIN
     busy = pending(watch, sample)
+    if sample.total_blocks is not None and limit > sample.total_blocks - 1:
+        text = f"free_blocks_min {limit} cannot be reached with a pool of {sample.total_blocks} KV blocks: lower it"
+        return Finding(Reason("free_blocks", text), Remedy.TELL, numbers)
     if busy is None:
-        if watch.ranks:
+        if watch.ranks or sample.metrics_status is None:
             return None
         # Only ever a stated number and no gauges: nobody can tell load from leak, so the rule is taken literally.
         return Finding(Reason("free_blocks", what), Remedy.RESTART if confirmed else Remedy.CONFIRM, numbers)
@@ -87,8 +97,10 @@ def free_blocks(watch: Watch, sample: Sample, spec: EngineSpec) -> Finding | Non
     return Finding(Reason("free_blocks", text), Remedy.RESTART if leaked else Remedy.CONFIRM, numbers)
 
 
-def _under_load(spec: EngineSpec, what: str, numbers: Numbers, *, confirmed: bool, flowing: bool) -> Finding:
+def _under_load(spec: EngineSpec, what: str, numbers: Numbers, *, confirmed: bool, flowing: bool) -> Finding | None:
     policy = spec.restart.under_load
+    if not confirmed and policy == "wait":
+        return None
     if policy == "wait":
         return Finding(Reason("kv_pressure", f"{what} while requests run: load, not a fault"), Remedy.TELL, numbers)
     if not flowing:

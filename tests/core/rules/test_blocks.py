@@ -136,12 +136,12 @@ def test_an_idle_engine_that_cannot_be_asked_is_only_told() -> None:
 @pytest.mark.parametrize(
     ("policy", "short", "confirmed", "code"),
     [
-        ("wait", Remedy.TELL, Remedy.TELL, "kv_pressure"),
+        ("wait", None, Remedy.TELL, "kv_pressure"),
         ("drain", Remedy.CONFIRM, Remedy.DRAIN, "kv_pressure"),
         ("restart", Remedy.CONFIRM, Remedy.RESTART, "free_blocks"),
     ],
 )
-def test_under_load_the_operator_decides(policy: str, short: Remedy, confirmed: Remedy, code: str) -> None:
+def test_under_load_the_operator_decides(policy: str, short: Remedy | None, confirmed: Remedy, code: str) -> None:
     keys: dict[str, Any] = {"restart": {"free_blocks_min": 100, "under_load": policy}}
     busy = look(900, free_blocks=3, running=9)
     assert remedy(low(busy, for_s=29.9, **keys)) is short
@@ -170,6 +170,23 @@ def test_where_load_was_never_known_the_rule_is_literal() -> None:
 
 def test_a_look_that_missed_the_metrics_is_no_licence_for_the_literal_rule() -> None:
     assert low(stated(900, 99), for_s=900.0, samples=99) is None
+    timed_out = replace(stated(900, 99), metrics_status=None)
+    assert low(timed_out, ranks=(), for_s=900.0, samples=99) is None, "nobody knows whether there are metrics"
+
+
+def test_a_limit_beyond_the_pool_is_told_and_restarts_nothing() -> None:
+    small = look(900, free_blocks=63, total_blocks=64)
+    found = low(small, for_s=900.0, samples=99, restart={"free_blocks_min": 100})
+    assert remedy(found) is Remedy.TELL
+    assert found is not None
+    assert found.reason.message == "free_blocks_min 100 cannot be reached with a pool of 64 KV blocks: lower it"
+
+
+def test_low_blocks_are_over_a_fifth_above_the_limit() -> None:
+    """At the limit itself it would begin and end every few seconds."""
+    keys = spec(restart={"free_blocks_min": 100})
+    assert [is_low(keys, look(1, free_blocks=n)) for n in (99, 100)] == [True, False]
+    assert [is_low(keys, look(1, free_blocks=n), 0.5) for n in (100, 119, 120)] == [True, True, False]
 
 
 # --- kv_shortfall -----------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_gpu_memory_that_creeps_replaces_the_engine_when_its_window_opens() -> N
     play = see(serving(restart={"maintenance_window": "0 3 * * * 2h"}), look(T0 + 1))
     _with_gpu(play, leaking(LEAK_MIB_PER_H, 6))
     see(play, look(T0 + 2)).says("degraded")
-    assert "not restarted: its maintenance window is closed" in play.phase(Ready).reasons[0].message
+    assert "not done: its maintenance window is closed" in play.phase(Ready).reasons[0].message
     play.see(WindowOpened("a", 7200.0))
     see(play, look(play.now + 1)).is_(State.DRAINING)
     assert play.record("verdict").reason == "gpu_creep"

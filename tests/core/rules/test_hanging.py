@@ -37,8 +37,9 @@ def test_503_twice_decides() -> None:
 # --- unreachable ------------------------------------------------------------------------------------------------------
 
 
-def refused(since: float, at: float) -> Finding | None:
-    return unreachable(replace(NEW, refused_since=since, failing_since=since), missing(at, "refused"), SPEC)
+def refused(since: float, at: float, looks: int = 3) -> Finding | None:
+    seen = replace(NEW, refused_since=since, failing_since=since, refused_looks=looks)
+    return unreachable(seen, missing(at, "refused"), SPEC)
 
 
 def test_refused_for_30_s_decides_without_canaries() -> None:
@@ -52,6 +53,7 @@ def test_refused_for_30_s_decides_without_canaries() -> None:
     assert found is not None
     assert found.reason.message == "nobody has listened on its port for 30 s (30 s decide); its process lives"
     assert (found.reason.code, found.numbers) == ("unreachable", {"refused_s": 30.0, "limit_s": 30.0})
+    assert remedy(refused(10, 999, looks=2)) is Remedy.CONFIRM, "a machine that was paused saw nothing in between"
 
 
 def failing(for_s: float, failures: int, **restart: float) -> Finding | None:
@@ -80,6 +82,21 @@ def test_timeouts_need_300_s_and_three_canaries() -> None:
     assert found.numbers == {"failing_s": 300.0, "limit_s": 300.0, "canaries": 3, "canaries_max": 3}
 
 
+def test_an_engine_that_cannot_be_asked_is_unreachable_by_time_and_looks() -> None:
+    def found(for_s: float, looks: int) -> Finding | None:
+        seen = replace(NEW, failing_since=100.0, failing_looks=looks, canary=Canary(possible=False))
+        return unreachable(seen, missing(100.0 + for_s), SPEC)
+
+    assert [remedy(found(*case)) for case in ((299.9, 9), (300.0, 2), (300.0, 3))] == [
+        Remedy.CONFIRM,
+        Remedy.CONFIRM,
+        Remedy.KILL,
+    ]
+    told = found(300.0, 3)
+    assert told is not None
+    assert told.reason.message == "/health and /metrics have failed for 300 s (unreachable_after_s 300)"
+
+
 def test_a_short_limit_is_told_at_a_third_of_it() -> None:
     assert failing(9.9, 3, unreachable_after_s=30) is None
     assert remedy(failing(10.0, 2, unreachable_after_s=30)) is Remedy.CONFIRM
@@ -90,10 +107,11 @@ def test_a_short_limit_is_told_at_a_third_of_it() -> None:
 # --- stalled ----------------------------------------------------------------------------------------------------------
 
 
-def stall(for_s: float, canary: Canary, **keys: Any) -> Finding | None:
+def stall(for_s: float, canary: Canary, looks: int = 3, **keys: Any) -> Finding | None:
     """One rank, still since 100."""
     at = 100.0 + for_s
-    seen = replace(NEW, ranks=(RankWatch(0, (1, 1, 1), 100.0, at, still_since=100.0, pending=True),), canary=canary)
+    still = RankWatch(0, (1, 1, 1), 100.0, at, still_since=100.0, still_looks=looks, pending=True)
+    seen = replace(NEW, ranks=(still,), canary=canary)
     return stalled(seen, look(at, running=2, waiting=1), spec(**keys))
 
 
@@ -123,12 +141,17 @@ def test_a_short_stall_is_told_at_a_third_of_its_limit() -> None:
         (Canary(sent_at=250.1), Remedy.CONFIRM),
         (Canary(sent_at=250.0), Remedy.KILL),
         (Canary(failures=1), Remedy.KILL),
-        (Canary(possible=False), Remedy.KILL),
+        (Canary(possible=False), Remedy.TELL),
     ],
 )
 def test_a_canary_has_its_chance_before_the_verdict(canary: Canary, wanted: Remedy) -> None:
     """Gauges are stale after a mass cancel until the engine steps: canary_deadline_s is 30, a third of 180 is 60."""
     assert remedy(stall(180.0, canary)) is wanted
+
+
+def test_three_looks_have_to_see_it() -> None:
+    """A machine that was paused saw the old and the new with nothing between them."""
+    assert [remedy(stall(999.0, FAILED, looks)) for looks in (1, 2, 3)] == [Remedy.CONFIRM, Remedy.CONFIRM, Remedy.KILL]
 
 
 def test_the_chance_is_a_third_of_a_short_limit() -> None:
@@ -145,26 +168,29 @@ def test_a_canary_that_completed_is_proof_of_life() -> None:
 
 
 def test_only_what_this_look_saw_decides() -> None:
-    seen = replace(NEW, ranks=(RankWatch(0, (1, 1, 1), 100.0, 300.0, 100.0, pending=True),), canary=FAILED)
+    seen = replace(NEW, ranks=(RankWatch(0, (1, 1, 1), 100.0, 300.0, 100.0, 3, pending=True),), canary=FAILED)
     assert stalled(seen, look(301.0, running=1), SPEC) is None
     assert remedy(stalled(seen, look(300.0, running=1), SPEC)) is Remedy.KILL
 
 
 def test_ranks_are_judged_by_their_own_counters() -> None:
     ranks = (
-        RankWatch(0, (1, 1, 1), 500.0, 500.0, None, pending=True),
-        RankWatch(1, (1, 1, 1), 100.0, 500.0, 320.0, pending=True),
-        RankWatch(2, (1, 1, 1), 100.0, 500.0, 400.0, pending=True),
+        RankWatch(0, (1, 1, 1), 500.0, 500.0, None, 0, pending=True),
+        RankWatch(1, (1, 1, 1), 100.0, 500.0, 320.0, 9, pending=True),
+        RankWatch(2, (1, 1, 1), 100.0, 500.0, 400.0, 9, pending=True),
     )
     sample = page(500.0, rank(0, running=3), rank(1, waiting=1), rank(2, running=1))
     seen = replace(NEW, ranks=ranks, canary=Canary(ok_at=490.0))
     found = stalled(seen, sample, SPEC)
-    assert remedy(found) is Remedy.KILL, "the canary may have reached another rank"
+    assert remedy(found) is Remedy.KILL, "rank 0 serves meanwhile"
     assert found is not None
     assert (found.numbers["rank"], found.numbers["still_s"]) == (1, 180.0)
     assert "no step or token on rank 1 for 180 s" in found.reason.message
     assert stalled(replace(seen, ranks=ranks[:1]), sample, SPEC) is None
     assert stalled(NEW, missing(500.0), SPEC) is None
+    idle = replace(seen, ranks=(replace(ranks[0], pending=False), *ranks[1:]))
+    assert remedy(stalled(idle, sample, SPEC)) is Remedy.CONFIRM, "after a mass cancel the gauges are old"
+    assert remedy(stalled(replace(idle, canary=FAILED), sample, SPEC)) is Remedy.KILL
 
 
 def test_gauges_that_are_unknown_by_now_read_as_none_of_them() -> None:
@@ -189,27 +215,41 @@ def test_three_failed_canaries_decide_where_nothing_moves() -> None:
     found = silent(3, look(200.0))
     assert found is not None
     assert found.reason.message == (
-        "3 canaries in a row had no whole answer within 30 s (3 decide), and nothing else moved"
+        "3 canaries in a row failed (no whole answer within 30 s; 3 decide), and nothing else moved"
     )
     assert found.numbers == {"canaries": 3, "canaries_max": 3, "deadline_s": 30.0}
     first = silent(1, look(200.0), probe={"canary_failures": 1})
     assert remedy(first) is Remedy.KILL
     assert first is not None
-    assert first.reason.message.startswith("1 canary had")
+    assert first.reason.message.startswith("1 canary failed")
 
 
-def test_where_movement_cannot_be_seen_canaries_fail_as_long_as_for_unreachable() -> None:
-    blind = missing(205.0)
-    assert [remedy(silent(n, blind)) for n in (3, 9, 10)] == [Remedy.CONFIRM, Remedy.CONFIRM, Remedy.KILL]
-    found = silent(3, blind)
+def test_how_the_last_one_failed_is_said() -> None:
+    seen = replace(NEW, ranks=(RankWatch(0, (1, 1, 1), 0.0, 200.0),), canary=Canary(failures=2, detail="HTTP 500"))
+    found = unresponsive(seen, look(200.0), SPEC)
     assert found is not None
-    assert found.reason.message == (
-        "3 canaries in a row had no whole answer within 30 s (10 decide), "
-        "and its metrics do not say whether anything moves (unreachable_after_s 300)"
-    )
-    assert remedy(silent(3, blind, restart={"unreachable_after_s": 61})) is Remedy.KILL
+    assert found.reason.message == "2 canaries in a row failed (HTTP 500; 3 decide), and nothing else moved"
+
+
+def test_where_movement_cannot_be_seen_it_may_only_be_busy() -> None:
+    assert [remedy(silent(n, missing(205.0))) for n in (3, 9, 99)] == [Remedy.TELL] * 3
+    found = silent(3, missing(205.0))
+    assert found is not None
+    assert found.reason.message.endswith("its metrics do not say whether anything moves, so it may only be busy")
     never = unresponsive(replace(NEW, canary=Canary(failures=3)), Sample(at=205.0, health_status=200), SPEC)
-    assert remedy(never) is Remedy.CONFIRM
+    assert remedy(never) is Remedy.TELL
+
+
+def test_an_engine_that_may_sleep_unseen_is_told() -> None:
+    """Sleep mode is older than the metric that says so (0.12)."""
+    unsaid = page(200.0, replace(rank(0), awake=None))
+    assert remedy(silent(9, unsaid)) is Remedy.KILL
+    found = silent(9, unsaid, args={"enable-sleep-mode": True})
+    assert remedy(found) is Remedy.TELL
+    assert found is not None
+    assert found.reason.message.endswith("so it may only be asleep")
+    said = page(200.0, replace(rank(0), awake=True))
+    assert remedy(silent(9, said, args={"enable-sleep-mode": True})) is Remedy.KILL
 
 
 def test_a_sleeping_engine_owes_no_answer() -> None:

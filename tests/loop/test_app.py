@@ -1,0 +1,78 @@
+"""The composition root: what a reload sets in motion besides the core."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from supervisord import app
+from supervisord.config import load
+from supervisord.core.messages import Due, Observation, Reconfigured, WindowOpened
+from supervisord.history import History
+from supervisord.log import Journal
+from supervisord.voice import Voice
+
+CONFIG = """
+[supervisor]
+state_dir = "{state}"
+socket = "{state}/s"
+launcher = "plain"
+poll_interval_s = {interval}
+
+{engines}
+"""
+ENGINE = """
+[engine.new]
+command = ["/bin/true"]
+model = "some/model"
+port = 8001
+restart.maintenance_window = "* * * * * 1h"
+"""
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A short path: engines' sockets below it have 106 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="vs.", dir="/tmp") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def history(home: Path) -> History:
+    return History(home, lambda _: None)
+
+
+@pytest.fixture
+def voice(history: History) -> Iterator[Voice]:
+    made = Voice(Journal(io.StringIO()), history)
+    yield made
+    made.close()
+
+
+def test_a_reload_that_the_loop_answers_late_is_applied_whole(
+    home: Path, history: History, voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "ANSWER_S", 0.05)
+    path = home / "config.toml"
+    path.write_text(CONFIG.format(state=home, interval=3600, engines=""), encoding="utf-8")
+    path.chmod(0o600)
+    spec = load(path, trust=False).spec
+    daemon = app.Daemon(path, spec, voice, history)
+    monkeypatch.setattr(daemon, "_as_root", False)
+    daemon._schedule.start()
+    try:
+        path.write_text(CONFIG.format(state=home, interval=1800, engines=ENGINE), encoding="utf-8")
+        with pytest.raises(TimeoutError):
+            daemon.reload("a test")
+        assert daemon._schedule._interval_s == 1800
+        seen: list[Observation] = []
+        while not any(isinstance(one, WindowOpened) for one in seen):
+            seen.append(daemon._inbox.get(timeout=10))
+        # A window is told after the engine, which is new.
+        assert [type(one) for one in seen if not isinstance(one, Due)] == [Reconfigured, WindowOpened]
+    finally:
+        daemon._close()

@@ -1,0 +1,166 @@
+"""What the effects keep of each engine: for how long, and that none of it is a secret told to anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, cast
+
+import pytest
+
+from supervisord import effects as module
+from supervisord.core.messages import Adopt, Exited, KeepEvidence, Observation, Probe, Sampled
+from supervisord.core.model import LaunchPlan, Node, Sample
+from supervisord.core.spec import EngineSpec, ProbeSpec
+from supervisord.effects import NodeEffects, Parts
+from supervisord.lanes import Lanes
+from supervisord.launcher.base import Launcher
+from supervisord.loop import Board, Inbox
+from supervisord.state import StateFile
+from supervisord.systemd.notify import Notifier
+from supervisord.voice import Voice
+from tests.core.play import engine_spec, new_node, node_spec
+from tests.sim.engine import wait_until
+
+TOKEN = "hf_QmFzZTY0IGlzIG5vdCBlbmNyeXB0aW9u"
+
+
+class FakeLauncher:
+    """An engine that quotes what it knows."""
+
+    def __init__(self) -> None:
+        self.evidence: list[tuple[str, int, str, tuple[str, ...]]] = []
+
+    def adopt(self, engine: str, generation: int) -> None:
+        pass
+
+    def tail(self, engine: str, lines: int) -> tuple[str, ...]:
+        return (f"cannot use {TOKEN}", "1 of 10")
+
+    def keep_evidence(self, *told: Any) -> None:
+        self.evidence.append(told)
+
+
+class FakeProbe:
+    """Remembers what it was made with."""
+
+    made: list[FakeProbe]
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.closed = False
+        self.made.append(self)
+
+    def look(self, at: float, host_bytes: int | None) -> Sample:
+        assert not self.closed
+        return Sample(at=at, host_bytes=host_bytes)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Bench:
+    """The effects of a node with one engine, over a launcher and probes that are not real."""
+
+    def __init__(self, folder: Path) -> None:
+        self.inbox: Inbox = SimpleQueue()
+        self.launcher = FakeLauncher()
+        self.bugs: list[BaseException] = []
+        self.node = new_node(node_spec(engine_spec("a", env={"HF_TOKEN": TOKEN, "SWITCH": "1"})))
+        self.effects = NodeEffects(
+            Parts(
+                inbox=self.inbox,
+                lanes=Lanes(lambda _, error: self.bugs.append(error)),
+                launcher=cast("Launcher", self.launcher),
+                plan=_plan,
+                voice=cast("Voice", None),
+                notifier=Notifier(),
+                board=Board(self.node),
+                state=StateFile(folder, lambda _: None),
+                answer=lambda _: None,
+                resync=lambda: None,
+            )
+        )
+
+    def change(self, change: Callable[[Node], Node]) -> None:
+        old, self.node = self.node, change(self.node)
+        self.effects.begin(old, self.node)
+
+    def probe(self, generation: int) -> Sampled:
+        """One look, and what came of it."""
+        while True:  # a lane is busy for a moment after its job
+            self.effects.perform(Probe("a", generation), self.node)
+            try:
+                seen = self.inbox.get(timeout=0.1)
+            except Empty:
+                continue
+            assert isinstance(seen, Sampled)
+            return seen
+
+    def next(self) -> Observation:
+        return self.inbox.get(timeout=20)
+
+
+def _plan(spec: EngineSpec) -> LaunchPlan:
+    return LaunchPlan(spec.name, ("x",), spec.env, None, spec.host, spec.port, "p1", api_key="sk-1234567890")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    FakeProbe.made = []
+    monkeypatch.setattr(module, "EngineProbe", FakeProbe)
+    made = Bench(tmp_path)
+    yield made
+    assert made.bugs == []
+
+
+def with_timeout(timeout_s: float) -> Callable[[Node], Node]:
+    def change(node: Node) -> Node:
+        engine = node.engines["a"]
+        spec = replace(engine.spec, probe=ProbeSpec(timeout_s=timeout_s))
+        return replace(node, engines={"a": replace(engine, spec=spec, generation=engine.generation + 1)})
+
+    return change
+
+
+def without_engines(node: Node) -> Node:
+    return replace(node, engines={})
+
+
+def test_a_probe_is_kept_for_a_generation_and_a_timeout(bench: Bench) -> None:
+    bench.probe(1)
+    bench.probe(1)
+    assert [probe.timeout_s for probe in FakeProbe.made] == [15.0]
+    bench.change(with_timeout(2.5))
+    bench.probe(1)
+    bench.probe(2)
+    assert [(probe.timeout_s, probe.closed) for probe in FakeProbe.made] == [(15.0, True), (2.5, True), (2.5, False)]
+
+
+def test_of_an_engine_that_is_gone_nothing_is_kept(bench: Bench) -> None:
+    bench.change(with_timeout(2.5))
+    bench.effects.perform(Adopt("a", 1), bench.node)
+    bench.probe(1)
+    watch = bench.effects._new_watch("a")
+    wait_until(lambda: bench.effects._keys, 20, "the key to be known")
+    bench.change(without_engines)
+    wait_until(lambda: not (bench.effects._probes or bench.effects._keys or bench.effects._secrets), 20, "nothing")
+    assert [probe.closed for probe in FakeProbe.made] == [True]
+    assert watch.is_set()
+    assert bench.effects._watches == {}
+
+
+def test_last_words_are_told_without_secrets(bench: Bench) -> None:
+    bench.effects.perform(Adopt("a", 1), bench.node)
+    bench.effects.on_exit("a", 1, 1, None)
+    assert bench.next() == Exited("a", 1, 1, None, ("cannot use (hidden)", "1 of 10"))
+    bench.effects.perform(KeepEvidence("a", 1, "stalled"), bench.node)
+    wait_until(lambda: bench.launcher.evidence, 20, "the evidence")
+    assert bench.launcher.evidence == [("a", 1, "stalled", ("cannot use (hidden)", "1 of 10"))]
+
+
+def test_where_the_secrets_are_not_known_nothing_is_quoted(bench: Bench) -> None:
+    bench.effects.on_exit("a", 1, 1, None)
+    assert bench.next() == Exited("a", 1, 1, None, ())
