@@ -15,6 +15,7 @@ from tests.daemon.sims import Sim, section
 from tests.sim.engine import wait_until
 
 OF_THE_CORE = {"requested", "spawned", "answering", "ready", "exited", "restart", "draining", "stopping", "stopped"}
+OF_THE_CORE |= {"free_blocks_rule", "degraded", "recovered"}
 
 
 def sections(text: str) -> list[str]:
