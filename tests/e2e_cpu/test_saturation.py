@@ -49,8 +49,9 @@ ttft_p95_ms = 0
 class Load:
     """So many clients that ask for long completions; all of them are counted, and none may fail."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, seeded: bool = False) -> None:
         self._port = port
+        self._seeded = seeded
         self._over = threading.Event()
         self.done = 0
         self.failures: list[str] = []
@@ -70,6 +71,8 @@ class Load:
         while not self._over.is_set():
             asked += 1
             body = {"model": "tiny", "prompt": f"{number} {asked} the quick brown fox", "max_tokens": 900}
+            if self._seeded:
+                body["seed"] = asked
             request = urllib.request.Request(
                 f"http://127.0.0.1:{self._port}/v1/completions",
                 data=json.dumps({**body, "ignore_eos": True}).encode(),
@@ -99,6 +102,40 @@ def test_saturation_is_left_alone_and_a_frozen_engine_is_not(vllm: RealVllm) -> 
         freeze(daemon, port)
         again = daemon.wait_state("a", "ready", READY_S, 2)
         assert (again["restarts"], again["last_exit"]["generation"]) == (1, 1)
+        assert complete(port)["usage"]["completion_tokens"] == 8
+
+
+def test_the_literal_rule_if_asked_for_and_a_real_engine_death(vllm: RealVllm) -> None:
+    """`under_load = "restart"` is the owner's rule to the letter; then a death that vLLM itself reports as exit 0.
+
+    A `seed` in each request kills this CPU build within seconds of saturation.
+    """
+    port = free_port()
+    literal = ARGS.replace(
+        "free_blocks_min = 100", 'free_blocks_min = 100\nfree_blocks_for_s = 5\nunder_load = "restart"'
+    )
+    command = [str(vllm.command), "serve"]
+    with Daemon(engine_toml("a", command, port, str(vllm.model), literal), poll_interval_s=1) as daemon:
+        daemon.start()
+        first = daemon.wait_state("a", "ready", READY_S)
+        load = Load(port)
+        verdict = daemon.wait_event("verdict", timeout_s=120)
+        assert (verdict["reason"], verdict["min"]) == ("free_blocks", 100)
+        assert verdict["low_s"] >= 5
+        load.stop()
+        daemon.wait_state("a", "ready", READY_S, 2)
+
+        # Back to the default: settings of rules are applied to the running engine.
+        daemon.configure(engine_toml("a", command, port, str(vllm.model), ARGS))
+        assert daemon.cli("reload", "--wait").returncode == 0
+        second = daemon.engine("a")
+        assert (second["state"], second["generation"]) == ("ready", 2)
+        assert second["pid"] != first["pid"]
+
+        load = Load(port, seeded=True)
+        third = daemon.wait_state("a", "ready", READY_S, 3)
+        load.stop()
+        assert (third["last_exit"]["class"], third["last_exit"]["code"]) == ("crash", 0)
         assert complete(port)["usage"]["completion_tokens"] == 8
 
 
