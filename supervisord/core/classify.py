@@ -109,14 +109,20 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.RESOURCE,
-        r"free memory on device[^\n]*less than desired|no available memory for the cache blocks|cuda out of memory"
+        r"free memory on device \S+ \(([^)\n]{1,60})\)[^\n]*less than desired",
+        "only {0} of GPU memory were free at the start: somebody else holds the rest (`nvidia-smi` shows who); "
+        "end that, or lower gpu-memory-utilization",
+    ),
+    _sig(
+        ExitClass.RESOURCE,
+        r"no available memory for the cache blocks|cuda out of memory"
         r"|torch\.(?:cuda\.)?outofmemoryerror|cuda error: out of memory",
         "GPU memory ran out: fewer sequences (max-num-seqs), a smaller max-model-len or an fp8 KV cache; "
         "`nvidia-smi` shows who holds memory",
     ),
     _sig(
         ExitClass.RESOURCE,
-        r"no space left on device|insufficient space in /dev/shm",
+        r"no space left on device|insufficient space in /dev/shm|\[errno 14\] bad address",
         "a disk or /dev/shm is full; `df -h` shows which",
     ),
     _sig(

@@ -229,6 +229,8 @@ def changes(node: Node, new: NodeSpec, plan_ids: Mapping[str, str]) -> dict[str,
             told[name] = "is no longer configured: it is stopped and forgotten"
         elif plan_ids[name] != engine.plan_id:
             how = "it is restarted" if _runs(engine) else "used at the next start"
+            if isinstance(engine.phase, Failed) and engine.phase.kind is not FailedKind.UNKILLABLE and engine.wanted:
+                how = "it is started again"
             told[name] = f"its launch plan changed: {how}"
         elif new.engines[name] != engine.spec:
             told[name] = "its settings changed: applied without a restart"

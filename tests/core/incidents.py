@@ -1,39 +1,54 @@
 """Incidents as text: what an engine says over time, and what the core decided, to be reviewed as a diff.
 
     # A12 what it is about
-    must: KIND[REASON] ...        told at least once, by kind of record and its reason
-    must not: KIND[REASON] ...    never told, with `*` for any reason
+    must: NAME ...                told at least once; NAME<=N: at most N times, NAME>=N: at least
+    must not: NAME ...            never
 
     > engine KEY=JSON ...         keys of [engine.X]; tables as restart.KEY; the engine then becomes ready
+    > boots KEY=JSON ...          the same, but told from the first second, whatever becomes of it
     > says KEY=JSON ...           what looks see from now on (see Says)
+    > does KEY=JSON ...           how its processes start and end from now on (see Does)
+    > because TEXT                what they say about it: last line of output, message of a gate, refusal of a warm-up
     > pass SECONDS                polls every 5 s, deadlines, canaries and closer looks
-    > exits CODE                  the main process ends
+    > exits CODE                  the main process ends; -9: by SIGKILL
+    > asks OP                     an operator asks: start, stop, restart, drain, reset
+    > reloads PLAN KEY=JSON ...   a reload with this launch plan ("p1" is the first) and these keys
       +12.3 ...                   and what came of it
 
-The lines that came of it are written by `play`. test_transcripts.py is the finer tool: each observation by itself.
+A NAME is KIND or KIND[REASON] of a record, an action, or `budget`: a restart was counted. The lines that came of it are
+written by `play`; no incident may launch while anything of an earlier generation lives. test_transcripts.py is the
+finer tool: each observation by itself.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from itertools import count, groupby
+from typing import Any, Final
 
 from supervisord.core.messages import (
     Action,
     CanaryEnded,
     Due,
     Exited,
+    GateClosed,
     Launch,
     MeasureProgress,
     Observation,
+    Op,
     PortAnswered,
+    PortForeign,
     Probe,
+    Progressed,
+    Reconfigured,
     Record,
+    Reply,
+    Requested,
     Sampled,
     SendCanary,
     Spawned,
@@ -45,12 +60,15 @@ from supervisord.core.messages import (
     WatchPort,
     What,
 )
-from supervisord.core.model import Sample, State
+from supervisord.core.model import Progress, Reason, Sample, State, Warmup
 from tests.core.looks import page, rank, spec
-from tests.core.play import GOOD, T0, Play, launching, process
+from tests.core.play import GOOD, T0, Play, launching, node_spec, process
 
 POLL_S = 5.0
 TIMEOUT_S = 15.0
+MIB: Final = 1024**2
+FOLDED_FROM: Final = 4
+"""So many equal lines in a row are written as one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,7 @@ class Says:
     `health`: a status, or refused, timeout, malformed. `metrics`: false for none. `rate`: steps per second of the first
     ranks, a list for several. `canary`: ok, hang, garbage, or an HTTP status; `canary_s`: how long it takes. `stale`:
     gauges that stay as they are until the engine steps. `free`, `total`: blocks; `stated`: /health tells the free ones.
+    `host`: MiB of host memory as of now, `grows`: MiB per hour, `host_limit`: MiB where it would end.
     """
 
     health: Any = 200
@@ -76,6 +95,33 @@ class Says:
     total: int | None = 10000
     stated: int | None = None
     awake: bool = True
+    host: float | None = None
+    grows: float = 0
+    host_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Does:
+    """How its processes start and end.
+
+    `gate`: code of one that is closed. `exits`: code with which a start ends after `start_s` (null: it answers then);
+    a `start_s` of null: neither ever. `oom`: the kernel ended it. `reads`: MiB per second while it starts. `foreign`:
+    somebody else answers on its port. `warmup`: ok, refused, failed, after `warm_s`, with `first_ms` and `settled_ms`.
+    `term_s`: from SIGTERM to its exit, null: never. `remain_s`: how long something of it lives on after SIGKILL.
+    """
+
+    gate: str | None = None
+    exits: int | None = None
+    start_s: float | None = 20
+    oom: bool = False
+    reads: float = 0
+    foreign: bool = False
+    warmup: str = "ok"
+    warm_s: float = 3
+    first_ms: float | None = GOOD.first_ms
+    settled_ms: float | None = GOOD.settled_ms
+    term_s: float | None = 0.5
+    remain_s: float = 0
 
 
 class Incident:
@@ -84,7 +130,11 @@ class Incident:
     def __init__(self) -> None:
         self.out: list[str] = []
         self.told: Counter[str] = Counter()
-        self.says = Says()
+        self.says, self.does, self.text = Says(), Does(), ""
+        self.living: set[int] = set()
+        self.main: int | None = None
+        self.spawned_at, self.swept_at = T0, 0.0
+        self.host_mib = 0.0
         self.steps = [100.0] * 8
         self.moved_at = T0
         self.play: Play = launching()
@@ -99,24 +149,40 @@ class Incident:
 
     def engine(self, **keys: Any) -> None:
         """Configure it and let it become ready."""
-        tables: dict[str, Any] = {}
-        for key, value in keys.items():
-            table, dot, name = key.partition(".")
-            if dot:
-                tables.setdefault(table, {})[name] = value
-            else:
-                tables[table] = value
-        self.play = launching(spec(**tables))
-        self.carry_out(self.play.actions)
+        self.boot(keys)
         while self.play.engine().state is not State.READY:
             self.next_event(T0 + 60)
         self.quiet, self.began = False, self.play.now
         self.poll_at = self.play.now + POLL_S
 
+    def boots(self, **keys: Any) -> None:
+        """Configure it, and tell from here on."""
+        self.quiet, self.poll_at = False, T0 + POLL_S
+        self.boot(keys)
+
+    def boot(self, keys: dict[str, Any]) -> None:
+        tables = _tables(keys)
+        supervisor = tables.pop("supervisor", {})
+        self.play = launching(spec(**tables), **supervisor)
+        self.carry_out(self.play.actions)
+
+    def reloads(self, plan: str, **keys: Any) -> None:
+        """Another configuration."""
+        self.hear(Reconfigured(node_spec(spec(**_tables(keys))), {"a": plan}, "uid 1000", 2))
+
+    def asks(self, op: str) -> None:
+        """An operator asks for something."""
+        self.hear(Requested(1, Op(op), "a", "uid 1000"))
+
     def says_(self, **keys: Any) -> None:
         """Change what it says."""
         self.move()
         self.says = replace(self.says, **keys)
+        self.host_mib = keys.get("host", self.host_mib)
+
+    def does_(self, **keys: Any) -> None:
+        """Change how its processes start and end."""
+        self.does = replace(self.does, **keys)
 
     def pass_(self, seconds: float) -> None:
         """Time passes."""
@@ -132,7 +198,7 @@ class Incident:
 
     def exits(self, code: int) -> None:
         """The main process ends by itself."""
-        self.hear(Exited("a", self.play.engine().generation, code, None))
+        self.exit(self.play.engine().generation, code)
 
     # --- the world ---
 
@@ -157,7 +223,9 @@ class Incident:
 
     def hear(self, seen: Observation) -> None:
         """One observation."""
+        counted = self.play.engine().restart_times
         self.play.see(seen)
+        self.told["budget"] += self.play.engine().restart_times[-1:] != counted[-1:]
         self.carry_out(self.play.actions)
 
     def later(self, after: float, event: Observation | Callable[[], None]) -> None:
@@ -171,6 +239,9 @@ class Incident:
                 self.told[f"{action.kind}[{action.reason}]"] += 1
                 reason = f"[{action.reason}]" if action.reason else ""
                 line = f"{action.kind}{reason}: {action.message}"
+            elif isinstance(action, Reply):
+                line = f"Reply[{action.answer.value}]: {action.message}"
+                self.told[f"Reply[{action.answer.value}]"] += 1
             else:
                 line = type(action).__name__
                 self.told[line] += 1
@@ -182,25 +253,74 @@ class Incident:
         generation = self.play.engine().launching or self.play.engine().generation
         match action:
             case Launch():
-                if generation > 1:
-                    self.says = Says()
-                self.later(0.1, Spawned("a", generation, process(generation)))
+                self.launch(generation)
             case WatchPort():
-                self.later(20, PortAnswered("a", generation))
+                self.start(generation)
+            case MeasureProgress():
+                read = int(self.does.reads * MIB * (self.play.now - self.spawned_at))
+                self.later(0.1, Progressed("a", generation, Progress(read, 0, 0)))
             case WarmUp():
-                self.later(3, WarmedUp("a", generation, GOOD))
+                self.later(self.does.warm_s, WarmedUp("a", generation, self.warmup()))
             case Terminate():
-                self.later(0.5, Exited("a", generation, 0, None))
+                if self.does.term_s is not None:
+                    self.later(self.does.term_s, lambda: self.exit(generation, 0))
             case Sweep():
-                self.later(0.3, Swept("a", generation))
+                self.sweep(generation)
             case Probe():
-                self.look(generation)
+                self.look(generation, host=action.host)
             case SendCanary():
                 self.canaries += 1
                 if self.says.canary != "hang":
                     self.later(self.says.canary_s, lambda: self.answer_canary(generation))
             case _:
                 pass
+
+    def launch(self, generation: int) -> None:
+        assert not self.living, f"generation {generation} is launched while {self.living} lives"
+        if self.does.gate is not None:
+            self.later(0.1, GateClosed("a", generation, self.does.gate, self.text))
+            return
+        if generation > 1:
+            self.says = Says()
+        self.living, self.main, self.spawned_at = {generation}, generation, self.play.now
+        self.later(0.1, Spawned("a", generation, process(generation)))
+
+    def start(self, generation: int) -> None:
+        does = self.does
+        if does.start_s is None:
+            return
+        if does.foreign:
+            self.later(does.start_s, PortForeign("a", generation, self.text))
+        elif does.exits is None:
+            self.later(does.start_s, PortAnswered("a", generation))
+        else:
+            code = does.exits
+            self.later(does.start_s, lambda: self.exit(generation, code))
+
+    def warmup(self) -> Warmup:
+        good = replace(GOOD, first_ms=self.does.first_ms, settled_ms=self.does.settled_ms)
+        if self.does.warmup == "ok":
+            return good
+        return Warmup(None, None, 0, Reason(f"warmup_{self.does.warmup}", self.text))
+
+    def exit(self, generation: int, code: int) -> None:
+        """The main process ends, once; what it started may live on."""
+        if self.main != generation:
+            return
+        self.main = None
+        number, signal = (code, None) if code >= 0 else (None, -code)
+        tail = (self.text,) if self.text else ()
+        self.hear(Exited("a", generation, number, signal, tail, oom_killed=self.does.oom))
+
+    def sweep(self, generation: int) -> None:
+        """SIGKILL to everything; what hangs in the kernel does not heed it at once."""
+        if self.main == generation or self.swept_at < self.spawned_at:
+            self.swept_at = self.play.now
+        self.main = None
+        gone = self.play.now >= self.swept_at + self.does.remain_s
+        if gone:
+            self.living.discard(generation)
+        self.later(0.3, Swept("a", generation, () if gone else ("EngineCore (pid 4712)",)))
 
     def answer_canary(self, generation: int) -> None:
         if self.play.engine().generation != generation:
@@ -223,9 +343,10 @@ class Incident:
         rates = self.says.rate if isinstance(self.says.rate, list) else [self.says.rate]
         rates = [*rates, *([0] * 8)][:8]
         self.steps = [steps + rate * passed for steps, rate in zip(self.steps, rates, strict=True)]
+        self.host_mib += self.says.grows * passed / 3600
         self.moved_at = self.play.now
 
-    def look(self, generation: int) -> None:
+    def look(self, generation: int, *, host: bool) -> None:
         """What a look sees; one that times out is heard of that much later."""
         self.looks += 1
         self.move()
@@ -241,6 +362,9 @@ class Incident:
         if says.stated is not None and status == 200:
             sample = replace(sample, free_blocks=says.stated, free_stated=True, metrics_status=404)
         sample = replace(sample, health_status=status, health_error=error)
+        if host and says.host is not None:
+            limit = None if says.host_limit is None else int(says.host_limit * MIB)
+            sample = replace(sample, host_bytes=int(self.host_mib * MIB), host_at=at, host_limit_bytes=limit)
         seen = Sampled("a", generation, sample)
         if spent_s:
             self.later(spent_s, seen)
@@ -276,20 +400,70 @@ def play(text: str) -> tuple[str, list[str]]:
             word, _, names = line.partition(": ")
             musts += [(word == "must", name) for name in names.split()]
         elif line.startswith("> "):
-            _perform(incident, line[2:].split())
+            _perform(incident, line[2:])
     for wanted, name in musts:
-        if (incident.told[name] > 0) is not wanted:
-            broken.append(f"must{'' if wanted else ' not'}: {name}, told {incident.told[name]} times")
-    return "\n".join(incident.out) + "\n", broken
+        if _holds(incident.told, name) is not wanted:
+            broken.append(f"must{'' if wanted else ' not'}: {name}, told {incident.told[_name(name)[0]]} times")
+    return "\n".join(_folded(incident.out)) + "\n", broken
 
 
-def _perform(incident: Incident, words: list[str]) -> None:
-    command, *arguments = words
-    if command in {"pass", "exits"}:
-        {"pass": incident.pass_, "exits": incident.exits}[command](json.loads(arguments[0]))
-        return
-    keys = {key: _value(value) for key, _, value in (argument.partition("=") for argument in arguments)}
-    {"engine": incident.engine, "says": incident.says_}[command](**keys)
+def _name(text: str) -> tuple[str, str, int]:
+    name, bound, number = re.split("([<>]=|$)", text, maxsplit=1)
+    return name, bound or ">=", int(number or 1)
+
+
+def _holds(told: Counter[str], text: str) -> bool:
+    name, bound, number = _name(text)
+    return told[name] >= number if bound == ">=" else told[name] <= number
+
+
+def _folded(lines: list[str]) -> Iterator[str]:
+    """What is said many times in a row, once."""
+    for _, group in groupby(lines, lambda line: re.sub(r"^  [+]\S+", "  +", line)):
+        same = list(group)
+        if len(same) < FOLDED_FROM or not same[0].startswith("  +"):
+            yield from same
+        else:
+            yield f"{same[0]} ({len(same)} times, the last at {same[-1].split()[0]})"
+
+
+def _perform(incident: Incident, line: str) -> None:
+    command, _, rest = line.partition(" ")
+    words = rest.split()
+    match command:
+        case "because":
+            incident.text = rest
+        case "pass":
+            incident.pass_(json.loads(rest))
+        case "exits":
+            incident.exits(json.loads(rest))
+        case "asks":
+            incident.asks(rest)
+        case "reloads":
+            incident.reloads(words[0], **_keys(words[1:]))
+        case _:
+            commands = {
+                "engine": incident.engine,
+                "boots": incident.boots,
+                "says": incident.says_,
+                "does": incident.does_,
+            }
+            commands[command](**_keys(words))
+
+
+def _keys(words: list[str]) -> dict[str, Any]:
+    return {key: _value(value) for key, _, value in (word.partition("=") for word in words)}
+
+
+def _tables(keys: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for key, value in keys.items():
+        table, dot, name = key.partition(".")
+        if dot:
+            tables.setdefault(table, {})[name] = value
+        else:
+            tables[table] = value
+    return tables
 
 
 def _value(text: str) -> Any:
