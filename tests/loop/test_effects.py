@@ -27,6 +27,9 @@ from tests.sim.engine import wait_until
 TOKEN = "hf_QmFzZTY0IGlzIG5vdCBlbmNyeXB0aW9u"
 
 
+HOST_BYTES = 1 << 30
+
+
 class FakeLauncher:
     """An engine that quotes what it knows."""
 
@@ -41,6 +44,12 @@ class FakeLauncher:
 
     def keep_evidence(self, *told: Any) -> None:
         self.evidence.append(told)
+
+    def host_bytes(self, engine: str) -> int:
+        return HOST_BYTES
+
+    def rotate_if_large(self, engine: str) -> bool:
+        return False
 
 
 class FakeProbe:
@@ -68,6 +77,7 @@ class Bench:
         self.inbox: Inbox = SimpleQueue()
         self.launcher = FakeLauncher()
         self.bugs: list[BaseException] = []
+        self.resyncs: list[None] = []
         self.node = new_node(node_spec(engine_spec("a", env={"HF_TOKEN": TOKEN, "SWITCH": "1"})))
         self.effects = NodeEffects(
             Parts(
@@ -80,7 +90,7 @@ class Bench:
                 board=Board(self.node),
                 state=StateFile(folder, lambda _: None),
                 answer=lambda _: None,
-                resync=lambda: None,
+                resync=lambda: self.resyncs.append(None),
             )
         )
 
@@ -164,3 +174,22 @@ def test_last_words_are_told_without_secrets(bench: Bench) -> None:
 def test_where_the_secrets_are_not_known_nothing_is_quoted(bench: Bench) -> None:
     bench.effects.on_exit("a", 1, 1, None)
     assert bench.next() == Exited("a", 1, 1, None, ())
+
+
+def test_every_turn_lets_the_schedule_notice_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.effects.end(bench.node)
+    bench.effects.end(bench.node)
+    assert len(bench.resyncs) == 2
+
+
+def test_host_memory_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeProbe.made = []
+    monkeypatch.setattr(module, "EngineProbe", FakeProbe)
+    bench = Bench(tmp_path)
+    bench.effects.perform(Probe("a", 1, host=True), bench.node)
+    seen = bench.inbox.get(timeout=30)
+    assert isinstance(seen, Sampled)
+    assert seen.sample.host_bytes == HOST_BYTES
+    assert seen.sample.host_limit_bytes is not None
+    assert seen.sample.host_limit_bytes > HOST_BYTES, "what the machine still has comes on top"
