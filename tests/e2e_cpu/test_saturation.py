@@ -135,7 +135,8 @@ def test_the_literal_rule_if_asked_for_and_a_real_engine_death(vllm: RealVllm) -
         load = Load(port, seeded=True)
         third = daemon.wait_state("a", "ready", READY_S, 3)
         load.stop()
-        assert (third["last_exit"]["class"], third["last_exit"]["code"]) == ("crash", 0)
+        assert third["last_exit"]["class"] == "crash"
+        assert third["last_exit"]["code"] in {0, None}, "its own exit, or the rule for 503 that was quicker (SIGKILL)"
         assert complete(port)["usage"]["completion_tokens"] == 8
 
 
