@@ -239,7 +239,7 @@ def _window(text: str) -> str | None:
 def _cron(expression: str) -> str | None:
     from datetime import timezone  # noqa: PLC0415 (only configurations with a window pay for the scheduler's import)
 
-    from apscheduler.triggers.cron import CronTrigger  # noqa: PLC0415
+    from apscheduler.triggers.cron import CronTrigger  # noqa: PLC0415 (the same)
 
     try:
         CronTrigger.from_crontab(expression, timezone=timezone.utc)

@@ -61,6 +61,7 @@ def file_findings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
         if key_file.startswith("/") and (wrong := key_file_problem(key_file, as_root=as_root)) is not None:
             yield Finding((*at, "api_key_file"), *wrong, value=f'"{printable(key_file)}"')
         for file in engine.warmup.prime:
+            # Not Path.is_file: it raises for a path that is too long or that we may not look at.
             if file.startswith("/") and not (os.path.isfile(file) and os.access(file, os.R_OK)):  # noqa: PTH113
                 message = "it is no readable file"
                 yield Finding((*at, "warmup", "prime"), message, "correct or remove it", shown(file))

@@ -53,7 +53,7 @@ def processes_using(prefix: str) -> list[int]:
     for pid in pids():
         with contextlib.suppress(OSError):
             folder = f"/proc/{pid}/fd"
-            links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]  # noqa: PTH115, PTH208
+            links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]  # noqa: PTH115, PTH208 (quick)
             if any(link.startswith(prefix) for link in links) and alive(pid):
                 found.append(pid)
     return found
@@ -135,7 +135,7 @@ def twins(found: list[Seen], highest: dict[str, int]) -> list[str]:
 
 def _environment(pid: int) -> frozenset[bytes]:
     try:
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:  # noqa: PTH123 (quick)
             return frozenset(file.read().split(b"\0"))
     except OSError:
         return frozenset()

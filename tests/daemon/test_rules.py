@@ -81,8 +81,7 @@ class Scene:
     def load(self, name: str) -> None:
         """Requests from now on."""
         self.clients[name] = Clients(self.sims[name].port)
-        running = lambda engine: bool(engine["requests"]["running"])  # noqa: E731
-        self.daemon.wait_engine(name, running, 20, "to be seen busy")
+        self.daemon.wait_engine(name, lambda engine: bool(engine["requests"]["running"]), 20, "to be seen busy")
 
     def mood(self, name: str, **values: Any) -> None:
         self.begun[name] = time.time()
@@ -288,14 +287,16 @@ def test_100_blocks_do_not_restart_it(scene: Scene) -> None:
 def test_a_sleeping_engine_is_left_alone(scene: Scene) -> None:
     engine = scene.unharmed("asleep")
     assert (engine["health"], scene.daemon.events("degraded", "asleep")) == ("ok", [])
-    log = (scene.daemon.state_dir / "logs" / "asleep.log").read_text(encoding="utf-8")
-    canaries = log.count('"POST /v1/completions')
+    log = scene.daemon.state_dir / "logs" / "asleep.log"
+
+    def asked() -> int:
+        return log.read_text(encoding="utf-8").count('"POST /v1/completions')
+
+    canaries = asked()
     wait_until(lambda: time.time() > scene.begun["asleep"] + 10, 20, "ten times canary_after_s")
-    again = (scene.daemon.state_dir / "logs" / "asleep.log").read_text(encoding="utf-8")
-    assert again.count('"POST /v1/completions') == canaries
+    assert asked() == canaries
     scene.mood("asleep", asleep=0, free_blocks=None)
-    asked = lambda: scene.daemon.state_dir.joinpath("logs", "asleep.log").read_text().count('"POST /v1/') > canaries  # noqa: E731
-    wait_until(asked, 20, "a canary after it woke")
+    wait_until(lambda: asked() > canaries, 20, "a canary after it woke")
     scene.unharmed("asleep")
 
 
