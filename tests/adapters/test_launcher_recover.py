@@ -156,7 +156,10 @@ def test_an_engine_that_ended_meanwhile_loses_its_files(box: Box) -> None:
 def test_our_own_children_are_adopted_as_such(box: Box) -> None:
     # A daemon that replaced itself (exec) is still the parent: exit codes can be read.
     env = {MARK_ENGINE: ENGINE, MARK_GENERATION: "3", MARK_STATE: str(box.state)}
-    child = subprocess.Popen(["/bin/sh", "-c", "read -r _; exit 7"], stdin=subprocess.PIPE, env=env)
+    # In a session of its own, as every engine: one from outside this pid namespace would look like none.
+    child = subprocess.Popen(
+        ["/bin/sh", "-c", "read -r _; exit 7"], stdin=subprocess.PIPE, env=env, start_new_session=True
+    )
     child.returncode = 0
     stat = procfs.read_stat(child.pid)
     assert stat is not None

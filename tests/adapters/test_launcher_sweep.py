@@ -119,7 +119,7 @@ def test_look_alikes_are_left_alone(box: Box) -> None:
         process = box.launch(*SLEEP)
         assert box.launcher.members(ENGINE) == (process.pid,)
         assert box.launcher.sweep(ENGINE, 1) == ()
-    with subprocess.Popen([*SLEEP], env={MARK_ENGINE: "other", MARK_STATE: state}) as other:
+    with subprocess.Popen([*SLEEP], env={MARK_ENGINE: "other", MARK_STATE: state}, start_new_session=True) as other:
         box.launch(*SLEEP, generation=2)
         assert box.launcher.sweep(ENGINE, 2) == ()
         assert other.poll() is None
@@ -130,7 +130,7 @@ def test_look_alikes_are_left_alone(box: Box) -> None:
 def test_marks_in_another_users_process_prove_nothing(box: Box) -> None:
     nobody = pwd.getpwnam("nobody").pw_uid
     env = {MARK_ENGINE: ENGINE, MARK_STATE: str(box.state)}
-    with subprocess.Popen([*SLEEP], env=env, user=nobody) as other:
+    with subprocess.Popen([*SLEEP], env=env, user=nobody, start_new_session=True) as other:
         box.launch(*SLEEP)
         assert box.launcher.sweep(ENGINE, 1) == ()
         assert other.poll() is None

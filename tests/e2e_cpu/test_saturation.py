@@ -21,6 +21,8 @@ from tests.sim.engine import free_port, wait_until
 
 LOAD_S = float(os.environ.get("SATURATION_S", "40"))
 CLIENTS = 32
+PROMPT_TOKENS = 500
+"""Taken at once: requests that begin together with nothing would grow and end together, and free blocks with them."""
 STALL_AFTER_S = 15
 ARGS = f"""drain_timeout_s = 5
 stop_timeout_s = 20
@@ -70,7 +72,9 @@ class Load:
         asked = 0
         while not self._over.is_set():
             asked += 1
-            body = {"model": "tiny", "prompt": f"{number} {asked} the quick brown fox", "max_tokens": 900}
+            # Nothing in common with another request, from the first token on: else they would share cached blocks.
+            prompt = [5 + (number * 7 + asked * 3 + place * (1 + number)) % 600 for place in range(PROMPT_TOKENS)]
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 350 + number * 4}
             if self._seeded:
                 body["seed"] = asked
             request = urllib.request.Request(
