@@ -133,7 +133,7 @@ class Daemon:
 
     def status(self) -> Document:
         """The status document, as `status --json` prints it (which would cost a process each time)."""
-        return client.get(str(self.socket), "/v1/status").document()
+        return client.get(str(self.socket), "/v1/status", timeout_s=DEADLINE_S).document()
 
     def events(self, kind: str | None = None, engine: str | None = None) -> list[Document]:
         """What the daemons of this home have told so far, one document each."""

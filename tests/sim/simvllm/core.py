@@ -7,6 +7,7 @@ import marshal
 import os
 import select
 import signal
+import socket
 import time
 
 from .moods import STUBBORN_CHILDREN
@@ -15,7 +16,6 @@ from .tree import say, stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
     from typing import Any
 
     from .machine import Memory
@@ -35,6 +35,8 @@ class EngineCore:
         self.mood: dict[str, Any] = {}
         self.orphan = False
         self.wedged = False
+        self.grows_workers = False
+        self._grown_mib = 0.0
         self.api_pid = 0
 
     @property
@@ -47,11 +49,11 @@ class EngineCore:
             self.memory.tick()  # up to now under the old mood
         self.mood = self.scheduler.mood = self.memory.mood = mood
 
-    def say_up(self) -> None:
-        """The API server waits for this before it is ready."""
+    def say_up(self, blocks: int | None = None) -> None:
+        """The API server waits for this before it is ready. `blocks`: what there was GPU memory for."""
         for _, sock in self.workers:
             sock.recv(16)
-        self._tell(("up",))
+        self._tell(("up", blocks))
 
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,7 +76,17 @@ class EngineCore:
         """Do what is due; seconds until the next turn, None: not before the next message."""
         self.memory.tick()
         self._advance()
+        self._grow_workers()
         return self._wait_s()
+
+    def _grow_workers(self) -> None:
+        """With several GPUs the workers hold the memory, and grow as their engine core says."""
+        grown_mib = self.memory.grown_gpu_mib
+        if self.grows_workers and grown_mib != self._grown_mib:
+            self._grown_mib = grown_mib
+            for _, sock in self.workers:
+                with contextlib.suppress(OSError):  # a stopped worker
+                    sock.send(b"%.3f" % grown_mib, socket.MSG_DONTWAIT)
 
     def frozen(self) -> bool:
         freeze = self.mood["freeze"]
@@ -101,6 +113,7 @@ class EngineCore:
                 self._worker_died()
         step = self.scheduler.advance(time.monotonic())
         if step:
+            self.memory.on_batch(step[3] / self.scheduler.max_batched)
             self._tell(("step", *step))
 
     def _tell(self, message: tuple[Any, ...]) -> None:
@@ -171,7 +184,10 @@ def run_worker(sock: socket.socket, memory: Memory | None, ignore_sigterm: bool)
         memory.tell_gpu()
     with contextlib.suppress(OSError):
         sock.send(b"up")
-        while sock.recv(16):
-            sock.send(b"done")
+        while message := sock.recv(16):
+            if message == b"step":
+                sock.send(b"done")
+            elif memory:
+                memory.grow_gpu(float(message))
     if memory:
         memory.release_gpu()

@@ -13,6 +13,7 @@ import time
 from functools import partial
 
 from .captures import captured_log
+from .gpus import names_gpus
 from .moods import STUBBORN_CHILDREN, STUBBORN_PARENT, watch
 from .ranks import Builder, LocalRank, engine_mood
 from .tree import Tree, say, stamp
@@ -105,11 +106,12 @@ class Life:
         size = self.app.total_blocks() * self.app.block_size
         version = os.environ.get("VLLM_SIM_VERSION", "0.32.0")
         at, core = stamp(), f"(EngineCore pid={self.app.ranks[0].pid}) INFO"
-        return [
+        lines = [
             f"{core} {at} [core.py:133] Initializing a V1 LLM engine (v{version}) with config: model='{self.app.root}'",
             f"{core} {at} [kv_cache_utils.py:2327] GPU KV cache size: {size:,} tokens",
             f"{core} {at} [core.py:402] init engine (profile, create kv cache, warmup model) took 0.01 s",
         ]
+        return [line for line in lines if "KV cache size" not in line] if names_gpus(self.app) else lines
 
     def _ready(self) -> None:
         app = self.app

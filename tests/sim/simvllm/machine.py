@@ -19,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from .gpus import Claim
+
 MIB = 1024 * 1024
 
 
@@ -70,14 +72,19 @@ def _word() -> str:
 class Memory:
     """Host memory that grows, and the value a simulated GPU library reads."""
 
-    def __init__(self, gpus: list[str]) -> None:
+    def __init__(self, gpus: list[str], claim: Claim | None = None) -> None:
+        self.claim = claim
         self.mood: dict[str, Any] = {}
         self._held: list[bytes] = []
         self._owed = 0.0
         self._leaked_gpu = 0.0
+        self._largest_batch = 0.0
         self._at = time.monotonic()
         root = os.environ.get("VLLM_SIM_GPU_DIR")
-        self._files = [f"{root}/gpu{gpu}/procs/{os.getpid()}" for gpu in gpus] if root else []
+        self._files = [f"{root}/gpu{gpu}/procs/{os.getpid()}" for gpu in gpus] if root and not claim else []
+        if claim:
+            self._files = [claim.path]
+            claim.on_change = self.tell_gpu
         self._said = -1.0
         self._kept = False
 
@@ -98,8 +105,24 @@ class Memory:
         self._leaked_gpu += passed * self.mood["gpu_leak_mib_per_s"]
         self.tell_gpu()
 
+    @property
+    def grown_gpu_mib(self) -> float:
+        """What came after the start: workspaces, up to the largest batch so far, and what leaks."""
+        return float(self._leaked_gpu + self.mood["gpu_workspace_mib"] * self._largest_batch)
+
+    def grow_gpu(self, mib: float) -> None:
+        """A worker grows by what its engine core says."""
+        self._leaked_gpu = mib
+        self.tell_gpu()
+
+    def on_batch(self, filled: float) -> None:
+        """A step of the model over a batch, as a part of --max-num-batched-tokens."""
+        self._largest_batch = max(self._largest_batch, filled)
+        self.tell_gpu()
+
     def tell_gpu(self) -> None:
-        mib = self.mood["gpu_mib"] + self._leaked_gpu
+        base_mib = self.claim.held_bytes / MIB if self.claim else self.mood["gpu_mib"]
+        mib = base_mib + self.grown_gpu_mib
         if mib == self._said:
             return
         self._said = mib
@@ -116,7 +139,7 @@ class Memory:
 
     def keep_gpu(self, delay_s: float) -> None:
         """Let the memory outlive this process by `delay_s`, also after SIGKILL: a keeper waits."""
-        if not self._files or not delay_s:
+        if not self._files or not delay_s or self.claim:
             return
         self._kept = True
         lingers = [path.replace("/procs/", "/linger/") for path in self._files]

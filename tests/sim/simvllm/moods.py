@@ -96,6 +96,7 @@ SCHEMA: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "spam": (None, (_NULL, _TABLE)),
     "gpu_mib": (2048, (_NUM,)),
     "gpu_leak_mib_per_s": (0, (_NUM,)),
+    "gpu_workspace_mib": (0, (_NUM,)),
     "gpu_release_delay_s": (0, (_NUM,)),
 }
 
@@ -121,6 +122,7 @@ _TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
 ENGINE_KEYS = (
     "tokens_per_s", "prefill_tokens_per_s", "first_delay_s", "first_delay_requests", "freeze",
     "admit", "wedge_on_abort", "asleep", "leak_mib_per_s", "gpu_mib", "gpu_leak_mib_per_s",
+    "gpu_workspace_mib",
     "orphan_stop_s", "orphans", "ignore_sigterm", "worker_death_s", "dead_503_s",
 )  # fmt: skip
 

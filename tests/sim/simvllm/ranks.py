@@ -5,14 +5,17 @@ from __future__ import annotations
 import marshal
 import os
 import select
+import signal
 import socket
 from functools import partial
 
 from . import page
 from .core import EngineCore, run_worker
+from .gpus import CannotStartError, Claim, Plan, names_gpus, settle, settle_worker
 from .machine import Memory
 from .moods import ENGINE_KEYS, STUBBORN_CHILDREN
 from .scheduler import Scheduler
+from .tree import say, stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ class Rank:
             self.app.work.on_step(self, message[1:])
         elif message[0] == "up":
             self.up = True
+            self.app.on_pool(message[1])
             self.app.life.on_loaded()
         elif message[0] == "dead":
             self.app.life.on_engine_dead()
@@ -136,6 +140,7 @@ class Builder:
     def __init__(self, app: App, tree: Tree) -> None:
         self.app = app
         self.tree = tree
+        self.plan: Plan | None = None
 
     def make(self) -> None:
         app, options = self.app, self.app.options
@@ -143,6 +148,8 @@ class Builder:
         width = options.integer("tensor-parallel-size", 1)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = [name.strip() for name in visible.split(",") if name.strip()]
+        if names_gpus(app):
+            self.plan = Plan(app, width)
         for number in range(count):
             ours = gpus[number * width : (number + 1) * width]
             if app.mood["children"]:
@@ -150,10 +157,10 @@ class Builder:
             else:
                 app.ranks.append(LocalRank(app, partial(self._local, number=number, gpus=gpus)))
 
-    def _scheduler(self) -> Scheduler:
+    def _scheduler(self, blocks: int | None = None) -> Scheduler:
         app, options = self.app, self.app.options
         return Scheduler(
-            app.total_blocks(),
+            blocks or app.total_blocks(),
             app.block_size,
             options.integer("max-num-seqs", 256),
             options.integer("max-num-batched-tokens", 8192),
@@ -173,21 +180,62 @@ class Builder:
         title = "VLLM::EngineCore" + (f"_DP{number}" if count > 1 else "")
 
         def main() -> None:
-            memory = Memory(gpus if width == 1 else [])
-            core = EngineCore(theirs, self._scheduler(), memory, number)
+            workers = [self._fork_worker(place, width, gpus) for place in range(width)]
+            memory, blocks = self._memory(width, gpus, workers)
+            core = EngineCore(theirs, self._scheduler(blocks), memory, number)
+            core.workers = workers
+            core.grows_workers = self.plan is not None and width > 1
             core.api_pid = self.tree.api_pid
             core.obey(engine_mood(self.app))
-            for place in range(width):
-                core.workers.append(self._fork_worker(place, width, gpus))
             memory.tell_gpu()
             memory.keep_gpu(self.app.mood["gpu_release_delay_s"])
             memory.allocate(self.app.mood["allocate_mib"])
-            core.say_up()
+            core.say_up(blocks)
             core.run()
 
         pid = self.tree.fork(title, main, [theirs.fileno()])
         theirs.close()
         return RemoteRank(self.app, ours, pid)
+
+    def _memory(
+        self, width: int, gpus: list[str], workers: list[tuple[int, socket.socket]]
+    ) -> tuple[Memory, int | None]:
+        """An engine core's memory, and the KV blocks that there is GPU memory for; None: without simulated GPUs."""
+        if self.plan is None:
+            return Memory(gpus if width == 1 else []), None
+        who = f"(EngineCore pid={os.getpid()})"
+
+        def give_up(*_: object) -> None:
+            for pid, _sock in workers:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(1)
+
+        signal.signal(signal.SIGTERM, give_up)
+        try:
+            memory = self._claim(self.plan, gpus, 0) if width == 1 else Memory([])
+            return memory, settle(self.plan, memory.claim, workers, who)
+        except CannotStartError as error:
+            say(f"{who} ERROR {stamp()} [core.py:1231] EngineCore failed to start.")
+            say(f"{who} {error}")
+            give_up()
+            raise
+
+    def _claim(self, plan: Plan, gpus: list[str], place: int) -> Memory:
+        memory = Memory([], Claim(plan, gpus, place))
+        memory.mood = engine_mood(self.app)
+        return memory
+
+    def _settle_worker(self, plan: Plan, gpus: list[str], place: int, core: socket.socket) -> Memory:
+        who = f"(Worker_TP{place} pid={os.getpid()})"
+        try:
+            memory = self._claim(plan, gpus, place)
+            assert memory.claim is not None
+            settle_worker(memory.claim, core, who)
+        except CannotStartError as error:
+            say(f"{who} ERROR {stamp()} [multiproc_executor.py:870] WorkerProc failed to start.")
+            say(f"{who} {error}")
+            os._exit(1)
+        return memory
 
     def _fork_worker(self, place: int, width: int, gpus: list[str]) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,7 +243,9 @@ class Builder:
 
         def main() -> None:
             memory = Memory(gpus[place : place + 1]) if width > 1 else None
-            if memory:
+            if memory and self.plan:
+                memory = self._settle_worker(self.plan, gpus, place, theirs)
+            elif memory:
                 memory.mood = mood
                 memory.tell_gpu()
                 memory.keep_gpu(self.app.mood["gpu_release_delay_s"])

@@ -41,6 +41,7 @@ class App(HttpServer):
         self.life: Life  # set by the composition in cli.py
         self.ranks: list[Rank] = []
         self.stepped = False
+        self.gpu_blocks: int | None = None
         self._page: page.Page | None = None
         self._page_of = ""
         self._rates_since = time.monotonic()
@@ -63,7 +64,13 @@ class App(HttpServer):
         said = self.mood["blocks"]
         if said is not None and str(said).isdigit():
             return int(said)
-        return self.options.integer("num-gpu-blocks-override", 16384)
+        return self.gpu_blocks or self.options.integer("num-gpu-blocks-override", 16384)
+
+    def on_pool(self, blocks: int | None) -> None:
+        """An engine core has measured what its GPUs have room for; the smallest counts."""
+        if blocks:
+            self.gpu_blocks = min(blocks, self.gpu_blocks or blocks)
+            self.pool = max(1, self.total_blocks() - 1)
 
     def hangs(self, name: str) -> bool:
         hang = self.mood["hang"]

@@ -1,0 +1,191 @@
+"""Which GPUs an engine means, what it may claim of them, and whether it may start there now."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from supervisord.core import telemetry
+from supervisord.core.gpu_samples import GpuProcess, GpuReading
+from supervisord.core.model import Engine, Gpu, Reason
+from supervisord.core.spec import EngineSpec
+from supervisord.core.turn import Turn
+
+STRANGE_MAX: Final = 512 << 20
+"""More memory than this that belongs to no process, compared to before the launch, is a rest of somebody."""
+CLAIM_DEFAULT: Final = 0.9
+"""gpu-memory-utilization where it is not set; 0.92 in newer releases."""
+CLAIM_SLACK: Final = 0.01
+"""Of the whole memory: NVML counts a little more than CUDA sees."""
+_GIB: Final = 1 << 30
+MIG: Final = "MIG-"
+
+
+# --- naming -----------------------------------------------------------------------------------------------------------
+
+
+def normal_pci_id(text: str) -> str:
+    """A PCI id as the kernel writes it: 00000000:1B:00.0 and 1b:00.0 become 0000:1b:00.0."""
+    found = re.fullmatch(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\.([0-7]))?", text)
+    if found is None:
+        return text.lower()
+    domain, bus, device, function = found.groups()
+    return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function or 0}".lower()
+
+
+def find(gpus: Mapping[str, Gpu], name: str) -> Gpu | None:
+    """The GPU that a name of the configuration or of an operator means: UUID, PCI id or index."""
+    if name in gpus:
+        return gpus[name]
+    if ":" in name:
+        pci_id = normal_pci_id(name)
+        return next((gpu for gpu in gpus.values() if gpu.pci_id == pci_id), None)
+    return _by_index(gpus, int(name)) if name.isdecimal() else None
+
+
+def _by_index(gpus: Mapping[str, Gpu], index: int) -> Gpu | None:
+    """NVML counts on over a lost GPU: then the place among all that are known is what the index meant before."""
+    if all(gpu.absent_since is None for gpu in gpus.values()):
+        return next((gpu for gpu in gpus.values() if gpu.index == index), None)
+    order = sorted(gpus.values(), key=lambda gpu: (gpu.pci_id, gpu.uuid))
+    return order[index] if index < len(order) else None
+
+
+def named(gpus: Mapping[str, Gpu], names: Iterable[str]) -> list[Gpu]:
+    """The GPUs that some names mean; those that are not known are left out."""
+    found = (find(gpus, name) for name in names)
+    return [gpu for gpu in found if gpu is not None]
+
+
+def of_engine(gpus: Mapping[str, Gpu], engine: Engine) -> list[Gpu]:
+    """The GPUs that an engine runs on, or would run on; those that are not known are left out."""
+    return named(gpus, engine.devices if engine.live and engine.devices else engine.spec.gpus)
+
+
+def share(gpus: Mapping[str, Gpu], one: Engine, other: Engine) -> bool:
+    """Whether one that is to be started and another have a GPU in common; by name where GPUs are not known."""
+    if set(one.spec.gpus) & set(other.spec.gpus):
+        return True
+    mine = {gpu.uuid for gpu in named(gpus, one.spec.gpus)}
+    return any(gpu.uuid in mine for gpu in of_engine(gpus, other))
+
+
+def label(gpu: Gpu) -> str:
+    """What people call it."""
+    return f"GPU {gpu.uuid}" if gpu.index is None else f"GPU {gpu.index} ({gpu.uuid})"
+
+
+def places(gpus: Mapping[str, Gpu], chosen: Iterable[Gpu]) -> tuple[int, ...]:
+    """CUDA's numbers of some GPUs: their places among those that answer, by PCI id (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+    order = sorted((gpu.pci_id, gpu.uuid) for gpu in gpus.values() if gpu.absent_since is None)
+    place_of = {uuid: place for place, (_, uuid) in enumerate(order)}
+    return tuple(place_of[gpu.uuid] for gpu in chosen)
+
+
+def capacity_bytes(gpus: Mapping[str, Gpu], engine: Engine) -> int | None:
+    """What an engine's memory can grow to before its fullest GPU is full; None: unknown."""
+    readings = [gpu.reading for gpu in of_engine(gpus, engine)]
+    free = [reading.free_bytes for reading in readings if reading is not None and reading.free_bytes is not None]
+    if engine.gpu_bytes is None or not free or len(free) < len(readings):
+        return None
+    return engine.gpu_bytes + len(free) * min(free)
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def gate(turn: Turn, engine: Engine) -> Reason | None:
+    """Why an engine cannot be started on its GPUs now; None: it can, or nobody can know.
+
+    Missing telemetry closes the gate only where new processes could not use a GPU either.
+    """
+    node, names = turn.node, engine.spec.gpus
+    if not names or telemetry.off(node) or names[0].startswith(MIG):
+        return None
+    trouble = telemetry.trouble(node)
+    if trouble is not None and (node.telemetry.released_until is not None or not node.telemetry.hangs):
+        return Reason("driver_not_ready", trouble.message)
+    for name in names:
+        gpu = find(node.gpus, name)
+        if gpu is None and trouble is not None:
+            if ":" in name:
+                return Reason("driver_not_ready", f"{trouble.message}: nobody can tell the index of {name}")
+            continue
+        if gpu is None:
+            known = ", ".join(label(one) for one in node.gpus.values()) or "none"
+            return Reason("gpu_missing", f"there is no GPU {name} on this machine (known: {known})")
+        if gpu.quarantine is not None:
+            text = f"{label(gpu)} is quarantined: {gpu.quarantine.message}; then: vllm-supervisor gpu clear {gpu.uuid}"
+            return Reason("gpu_quarantined", text)
+        if gpu.absent_since is not None:
+            return Reason("gpu_missing", f"{label(gpu)} does not answer")
+    return None
+
+
+def memory_gate(turn: Turn, engine: Engine) -> Reason | None:
+    """Whether what an engine will claim is free on each of its GPUs; who holds the rest is named."""
+    node = turn.node
+    if telemetry.off(node) or telemetry.trouble(node) is not None:
+        return None
+    closed = (_memory(engine.spec, gpu) for gpu in named(node.gpus, engine.spec.gpus))
+    return next((reason for reason in closed if reason is not None), None)
+
+
+def claim(spec: EngineSpec) -> float | None:
+    """The part of each GPU's memory that an engine will claim; None: it goes by bytes, which vLLM itself checks."""
+    if "kv-cache-memory-bytes" in spec.args:
+        return None
+    value = spec.args.get("gpu-memory-utilization", CLAIM_DEFAULT)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else CLAIM_DEFAULT
+
+
+def _memory(spec: EngineSpec, gpu: Gpu) -> Reason | None:
+    """With less free memory than it will claim, vLLM refuses to start."""
+    part, reading = claim(spec), gpu.reading
+    if part is None or reading is None or reading.free_bytes is None or reading.total_bytes is None:
+        return None
+    if reading.free_bytes >= (part - CLAIM_SLACK) * reading.total_bytes:
+        return None
+    text = (
+        f"{label(gpu)} has {reading.free_bytes / _GIB:.1f} GiB free, {spec.name} will claim "
+        f"{part * reading.total_bytes / _GIB:.1f} GiB (gpu-memory-utilization {part:g})"
+    )
+    holders = sorted(reading.processes or (), key=lambda process: -(process.used_bytes or 0))
+    return Reason("gpu_memory_held", f"{text}; {_holder(holders[0])}" if holders else text)
+
+
+def _holder(process: GpuProcess) -> str:
+    size = "memory" if process.used_bytes is None else f"{process.used_bytes / _GIB:.1f} GiB"
+    whose = f"engine {process.engine}" if process.engine is not None else process.name or "unknown"
+    return f"pid {process.pid} ({whose}) holds {size}"
+
+
+# --- memory that has to come back -------------------------------------------------------------------------------------
+
+
+def held(gpus: Mapping[str, Gpu], engine: Engine) -> str | None:
+    """What of a gone engine is still on its GPUs, in words; None: everything came back, or nobody can tell."""
+    for gpu in of_engine(gpus, engine):
+        reading = gpu.reading
+        if reading is None or gpu.absent_since is not None:
+            continue
+        for process in reading.processes or ():
+            if process.engine == engine.spec.name:
+                return f"{_mib(process.used_bytes)} of its pid {process.pid} on {label(gpu)}"
+        before, now = engine.strange_bytes.get(gpu.uuid), strange_bytes(reading)
+        if before is not None and now is not None and now - before > STRANGE_MAX:
+            return f"{_mib(now - before)} of no process on {label(gpu)}"
+    return None
+
+
+def strange_bytes(reading: GpuReading) -> int | None:
+    """Memory in use that no process is listed with (contexts on their way out, the driver's own); None: unknown."""
+    if reading.used_bytes is None or reading.processes is None:
+        return None
+    known = [process.used_bytes for process in reading.processes]
+    return reading.used_bytes - sum(used for used in known if used is not None) if None not in known else None
+
+
+def _mib(size: int | None) -> str:
+    return "an unknown amount" if size is None else f"{size / (1 << 20):,.0f} MiB"
