@@ -20,11 +20,24 @@ from supervisord.control.listen import ListenError
 from supervisord.control.routes import EventPage, InJournal, LogChunk, Reloaded
 from supervisord.control.server import ControlServer
 from supervisord.core import durable, requests, status
-from supervisord.core.messages import Answer, Booted, EndRequested, Op, Reconfigured, Reply, Requested, Severity
-from supervisord.core.model import LaunchPlan, Node
-from supervisord.core.spec import EngineSpec, NodeSpec, SupervisorSpec
+from supervisord.core.messages import (
+    Answer,
+    Booted,
+    EndRequested,
+    GpuOp,
+    GpuRequested,
+    Op,
+    Reconfigured,
+    Reply,
+    Requested,
+    Severity,
+)
+from supervisord.core.model import Node
+from supervisord.core.spec import NodeSpec, SupervisorSpec
 from supervisord.effects import NodeEffects, Parts
-from supervisord.engine.launch import build_plan
+from supervisord.engine import profiles
+from supervisord.engine.profiles import Profiles
+from supervisord.gpu.client import GpuProbe
 from supervisord.history import History
 from supervisord.history_answers import HistoryAnswers, stamp
 from supervisord.lanes import Lanes
@@ -33,8 +46,10 @@ from supervisord.launcher.plain import PlainLauncher
 from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
 from supervisord.loop import Board, Inbox, Loop
+from supervisord.planning import Planner
 from supervisord.schedule import Schedule
 from supervisord.state import StateFile
+from supervisord.systemd.kmsg import Kmsg
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
 
@@ -43,6 +58,9 @@ EXIT_CANNOT: Final = 1
 EXIT_CONFIG: Final = 2
 EXIT_INTERNAL: Final = 70
 EXIT_BUSY: Final = 75
+
+NVIDIA: Final = Path("/dev/nvidiactl")
+"""There when the driver was loaded once."""
 
 ANSWER_S: Final = 8.0
 """How long a control request waits for the loop and the disk."""
@@ -59,6 +77,7 @@ def run(config_path: Path) -> int:
     try:
         # Without the files: a model on a disk that is not mounted yet must not keep the other engines down.
         loaded = load(config_path, trust=os.geteuid() == 0, check_files=False)
+        own_profiles = profiles.load(config_path.absolute().parent, trust=os.geteuid() == 0)
     except ConfigError as error:
         for problem in error.problems:
             _say(str(problem))
@@ -82,7 +101,7 @@ def run(config_path: Path) -> int:
         for warning in loaded.warnings:
             voice.tell("config_warning", warning, Severity.WARNING)
         try:
-            return Daemon(config_path, loaded.spec, voice, history).run()
+            return Daemon(config_path, loaded.spec, own_profiles, voice, history).run()
         except ListenError as error:
             voice.tell("cannot_listen", str(error), Severity.ERROR)
             return EXIT_BUSY if error.busy else EXIT_CANNOT
@@ -122,12 +141,13 @@ class Replies:
 class Daemon:
     """One running node: its parts, and what the control API asks of them."""
 
-    def __init__(self, config_path: Path, spec: NodeSpec, voice: Voice, history: History) -> None:
+    def __init__(
+        self, config_path: Path, spec: NodeSpec, own_profiles: Profiles, voice: Voice, history: History
+    ) -> None:
         self._config_path = config_path
         self._as_root = os.geteuid() == 0
         self._voice = voice
         self._notifier = Notifier()
-        self._base_env: Mapping[str, str] = dict(os.environ)
         self._replies = Replies()
         self._inbox: Inbox = SimpleQueue()
         self._hangups: SimpleQueue[None] = SimpleQueue()
@@ -136,11 +156,20 @@ class Daemon:
         state_dir = Path(spec.supervisor.state_dir)
         self._bugs = Bugs(state_dir, voice)
         self._state = StateFile(state_dir, self._on_trouble)
+        self._planner = Planner(
+            state_dir,
+            own_profiles,
+            as_root=self._as_root,
+            base_env=dict(os.environ),
+            gpus=lambda: self._board.read()[1].gpus,
+        )
         self._launcher = PlainLauncher(state_dir, self._on_exit, self._on_trouble)
         try:
             self._found = self._launcher.recover()
         except OSError as error:
             raise StateDirError(f"cannot read {error.filename or state_dir}: {error.strerror}; mend that") from None
+        self._gpus = GpuProbe(self._inbox.put, self._launcher.whose)
+        self._kmsg = Kmsg(self._inbox.put, self._on_no_kmsg, self._launcher.whose)
         node = self._first_node(spec)
         self._board = Board(node)
         self._past = HistoryAnswers(history, self._board)
@@ -150,7 +179,8 @@ class Daemon:
                 inbox=self._inbox,
                 lanes=self._lanes,
                 launcher=self._launcher,
-                plan=self._plan,
+                gpus=self._gpus,
+                plan=self._planner.plan,
                 voice=voice,
                 notifier=self._notifier,
                 board=self._board,
@@ -173,7 +203,10 @@ class Daemon:
         Thread(target=self._reload_on_hangup, name="hangup", daemon=True).start()
         text = f"vllm-supervisor {__version__} runs, pid {os.getpid()}; socket {spec.socket}, state in {spec.state_dir}"
         self._voice.tell("daemon_started", text, Severity.NOTICE)
-        self._inbox.put(Booted(self._found))
+        nvidia = NVIDIA.exists()
+        self._inbox.put(Booted(self._found, nvidia=nvidia))
+        if nvidia or any(engine.gpus for engine in self._loop.node.spec.engines.values()):
+            self._kmsg.start()
         self._schedule.start()
         self._schedule.set_windows(_windows(self._loop.node.spec))
         try:
@@ -193,11 +226,14 @@ class Daemon:
         self._lanes.submit("state", flushed.set)
         flushed.wait(FLUSH_S)
         self._launcher.close()
+        self._kmsg.close()
+        self._gpus.close()
 
     # --- building -----------------------------------------------------------------------------------------------
 
     def _first_node(self, spec: NodeSpec) -> Node:
         saved, same_boot = self._state.load()
+        plan_ids, spawned = self._planner.plan_ids(spec), self._launcher.generations()
         now = time.monotonic()
         return Node(
             spec=spec,
@@ -205,16 +241,9 @@ class Daemon:
             launcher="plain",
             pid=os.getpid(),
             since=now,
-            engines=durable.restore(
-                spec, self._plan_ids(spec), saved, now, same_boot=same_boot, spawned=self._launcher.generations()
-            ),
+            gpus=durable.restore_gpus(self._state.gpus),
+            engines=durable.restore(spec, plan_ids, saved, now, same_boot=same_boot, spawned=spawned),
         )
-
-    def _plan(self, spec: EngineSpec) -> LaunchPlan:
-        return build_plan(spec, as_root=self._as_root, base_env=self._base_env)
-
-    def _plan_ids(self, spec: NodeSpec) -> dict[str, str]:
-        return {name: self._plan(engine).plan_id for name, engine in spec.engines.items()}
 
     # --- what arrives from outside the loop -----------------------------------------------------------------------
 
@@ -226,6 +255,9 @@ class Daemon:
 
     def _on_trouble(self, message: str) -> None:
         self._voice.tell("trouble", message, Severity.WARNING)
+
+    def _on_no_kmsg(self, reason: str) -> None:
+        self._voice.tell("kmsg", f"{reason}: faults of GPUs are heard of from NVML alone", Severity.NOTICE)
 
     def _on_control_error(self, where: str, error: Exception) -> None:
         self._on_bug(where, error)
@@ -248,10 +280,17 @@ class Daemon:
         reply = self._replies.ask(
             lambda number: self._inbox.put(Requested(number, op, engine, actor, at_once)), ANSWER_S
         )
+        return self._answered(reply, op.value, actor, engine if reply.answer is Answer.REFUSED else None)
+
+    def gpu_request(self, op: GpuOp, gpu: str | None, actor: str) -> tuple[Answer, str]:
+        """Do the same for a request about GPUs."""
+        reply = self._replies.ask(lambda number: self._inbox.put(GpuRequested(number, op, gpu, actor)), ANSWER_S)
+        return self._answered(reply, op.value, actor)
+
+    def _answered(self, reply: Reply, op: str, actor: str, engine: str | None = None) -> tuple[Answer, str]:
         if reply.answer is not Answer.ACCEPTED:  # of the others the core tells
-            known = engine if reply.answer is Answer.REFUSED else None
             text = f"refused to {actor}: {reply.message}"
-            self._voice.tell("refused", text, Severity.NOTICE, engine=known, reason=op.value)
+            self._voice.tell("refused", text, Severity.NOTICE, engine=engine, reason=op)
         return reply.answer, reply.message
 
     def reload(self, actor: str) -> Reloaded:
@@ -268,13 +307,15 @@ class Daemon:
     def _reload(self, actor: str) -> Reloaded:
         try:
             loaded = load(self._config_path, trust=self._as_root)
+            own_profiles = profiles.load(self._config_path.absolute().parent, trust=self._as_root)
         except ConfigError as error:
             return Reloaded(accepted=False, messages=tuple(str(problem) for problem in error.problems))
-        plans = {name: self._plan(spec) for name, spec in loaded.spec.engines.items()}
+        plans = self._planner.plans_of(loaded, own_profiles)
         problems = [f"engine {name}: {error}" for name, plan in plans.items() for error in plan.errors]
         if problems:
             return Reloaded(accepted=False, messages=tuple(problems))
         plan_ids = {name: plan.plan_id for name, plan in plans.items()}
+        self._planner.use(own_profiles)
         _, node = self._board.read()
         changes = requests.changes(node, loaded.spec, plan_ids)
         messages = [f"{name} {text}" for name, text in changes.items()]

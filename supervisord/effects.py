@@ -21,6 +21,7 @@ from supervisord.core.messages import (
     Exited,
     GateClosed,
     KeepEvidence,
+    KillGpuHelper,
     Launch,
     MeasureProgress,
     PortAnswered,
@@ -31,9 +32,12 @@ from supervisord.core.messages import (
     Reply,
     Sampled,
     SendCanary,
+    SetPersistence,
     Spawned,
     SpawnFailed,
+    StartGpuHelper,
     Sweep,
+    SweepGpus,
     Swept,
     Terminate,
     WarmedUp,
@@ -46,6 +50,7 @@ from supervisord.core.spec import EngineSpec
 from supervisord.engine import canary, portwatch, warmup
 from supervisord.engine.http import Target
 from supervisord.engine.probe import EngineProbe
+from supervisord.gpu.client import GpuProbe
 from supervisord.lanes import Lanes
 from supervisord.launcher.base import GateError, Launcher, LaunchError
 from supervisord.loop import Board, Inbox
@@ -55,6 +60,9 @@ from supervisord.voice import Voice
 
 ENDING_TURN_S: Final = 30.0
 """While the daemon ends, every turn asks systemd for so much more: every step has its own bound, their sum has none."""
+
+SWEEP_WITHIN_S: Final = 5.0
+"""While an engine warms up its GPUs are looked at every second."""
 
 TAIL_LINES: Final = 200
 """Last lines of output that an exit is classified by, and that are kept as evidence."""
@@ -67,6 +75,7 @@ class Parts:
     inbox: Inbox
     lanes: Lanes
     launcher: Launcher
+    gpus: GpuProbe
     plan: Callable[[EngineSpec], LaunchPlan]
     voice: Voice
     notifier: Notifier
@@ -84,6 +93,7 @@ class NodeEffects:
         self._inbox = parts.inbox
         self._lanes = parts.lanes
         self._launcher = parts.launcher
+        self._gpus = parts.gpus
         self._plan = parts.plan
         self._voice = parts.voice
         self._notifier = parts.notifier
@@ -94,6 +104,8 @@ class NodeEffects:
         self._saved: dict[str, durable.Saved] = {}
         self._pending: dict[str, durable.Saved] = {}
         self._pending_gone: set[str] = set()
+        self._saved_gpus: dict[str, durable.Saved] = dict(parts.state.gpus)
+        self._pending_gpus: dict[str, durable.Saved] | None = None
         self._pending_lock = threading.Lock()
         self._watches: dict[str, threading.Event] = {}
         self._canaries: dict[str, threading.Event] = {}
@@ -112,6 +124,10 @@ class NodeEffects:
             Probe: self._probe,
             SendCanary: self._send_canary,
             KeepEvidence: self._keep_evidence,
+            StartGpuHelper: lambda action, _: self._gpus.start(action.helper),
+            KillGpuHelper: lambda action, _: self._gpus.kill(action.helper),
+            SweepGpus: lambda action, _: self._gpus.sweep(action.helper, action.number, slow=action.slow),
+            SetPersistence: lambda action, _: self._gpus.set_persistence(action.helper, action.uuid, on=action.on),
             Abandon: self._abandon,
             Record: self._record,
             Reply: self._reply,
@@ -130,7 +146,8 @@ class NodeEffects:
             if engine is not old.engines.get(name) and (saved := durable.save_engine(engine)) != self._saved.get(name)
         }
         gone = self._saved.keys() - new.engines.keys()
-        if changed or gone:
+        gpus = durable.save_gpus(new) if new.gpus is not old.gpus else self._saved_gpus
+        if changed or gone or gpus != self._saved_gpus:
             self._saved.update(changed)
             for name in gone:
                 del self._saved[name]
@@ -138,6 +155,7 @@ class NodeEffects:
             with self._pending_lock:
                 self._pending.update(changed)
                 self._pending_gone |= gone
+                self._pending_gpus = self._saved_gpus = gpus
             self._lanes.submit("state", self._write_state)
         self._board.publish(new)
 
@@ -187,6 +205,8 @@ class NodeEffects:
                 self._inbox.put(SpawnFailed(name, generation, ExitClass.CONFIG, "; ".join(plan.errors)))
                 return
             self._know(plan)
+            if action.devices is not None:
+                plan = replace(plan, env={**plan.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, action.devices))})
             try:
                 process = self._launcher.launch(plan, generation)
             except GateError as error:
@@ -264,19 +284,36 @@ class NodeEffects:
         cancelled = self._new_watch(name)
         budget = spec.args.get("max-num-batched-tokens")
 
+        def memory() -> int | None:
+            return self._gpu_bytes(name, cancelled) if spec.gpus else self._launcher.host_bytes(name)
+
         def job() -> None:
             outcome = warmup.run(
                 Target(spec.host, spec.port, self._keys.get(name)),
                 spec.warmup,
                 batch_tokens=budget if isinstance(budget, int) else None,
-                memory=lambda: self._launcher.host_bytes(name),
+                memory=memory,
                 note=lambda note: self._inbox.put(WarmupNoted(name, generation, note)),
                 cancelled=cancelled,
                 clock=time.monotonic,
             )
+            if spec.gpus:
+                outcome = replace(outcome, gpu_bytes=outcome.memory_bytes, memory_bytes=self._launcher.host_bytes(name))
             self._inbox.put(WarmedUp(name, generation, outcome))
 
         self._lanes.once(("warm", name, generation), job)
+
+    def _gpu_bytes(self, name: str, cancelled: threading.Event) -> int | None:
+        """GPU memory of an engine in a sweep that began from now on; None when none comes."""
+        began, serial = time.monotonic(), 0
+        while time.monotonic() < began + SWEEP_WITHIN_S and not cancelled.is_set():
+            serial, node = self._board.wait(serial, 1.0)
+            engine, swept_at = node.engines.get(name), node.telemetry.swept_at
+            if engine is None or swept_at is None:
+                return None
+            if swept_at >= began:
+                return engine.gpu_bytes
+        return None
 
     def _probe(self, action: Probe, node: Node) -> None:
         spec = node.engines[action.engine].spec
@@ -355,10 +392,10 @@ class NodeEffects:
 
     def _write_state(self) -> None:
         with self._pending_lock:
-            changed, gone = self._pending, frozenset(self._pending_gone)
-            self._pending, self._pending_gone = {}, set()
-        if changed or gone:
-            self._state.save(changed, gone)
+            changed, gone, gpus = self._pending, frozenset(self._pending_gone), self._pending_gpus
+            self._pending, self._pending_gone, self._pending_gpus = {}, set(), None
+        if changed or gone or gpus is not None:
+            self._state.save(changed, gone, gpus)
 
 
 def summary(node: Node) -> str:

@@ -48,6 +48,8 @@ class StateFile:
         self._path = state_dir / "node.json"
         self._on_trouble = on_trouble
         self._engines: dict[str, Any] = {}
+        self.gpus: dict[str, Any] = {}
+        """What is remembered of GPUs, by UUID."""
         self._failing = False
 
     def load(self) -> tuple[dict[str, Any], bool]:
@@ -64,14 +66,23 @@ class StateFile:
             self._on_trouble(f"cannot use {self._path} ({error}): restart counters start anew; it is replaced")
             return {}, False
         self._engines = dict(engines)
+        gpus = document.get("gpus")
+        self.gpus = dict(gpus) if isinstance(gpus, dict) else {}
         return engines, same_boot
 
-    def save(self, changed: Mapping[str, Any], gone: frozenset[str] = frozenset()) -> None:
-        """Merge changed engines in and write; never raises for a broken disk."""
+    def save(
+        self,
+        changed: Mapping[str, Any],
+        gone: frozenset[str] = frozenset(),
+        gpus: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Merge changed engines in and write, `gpus` as a whole; never raises for a broken disk."""
+        if gpus is not None:
+            self.gpus = dict(gpus)
         self._engines.update(changed)
         for name in gone:
             self._engines.pop(name, None)
-        document = {"version": VERSION, "boot_id": boot_id(), "engines": self._engines}
+        document = {"version": VERSION, "boot_id": boot_id(), "engines": self._engines, "gpus": self.gpus}
         try:
             write_atomically(self._path, json.dumps(document).encode())
         except OSError as error:

@@ -57,6 +57,7 @@ COMMANDS: Final = {
     "drain": ("request", "keep an engine running, but out of traffic"),
     "reset": ("request", "let a failed engine try again"),
     "reload": ("reload", "apply a changed configuration"),
+    "gpu": ("gpu", "show the GPUs; clear, release, persistence"),
     "logs": ("logs", "show the log of an engine"),
 }
 

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from supervisord.cli.check_config import EXIT_INVALID, EXIT_OK, print_problems
+from supervisord.cli.check_config import EXIT_INVALID, EXIT_OK, Machine, print_problems
 from supervisord.config import DEFAULT_PATH, ConfigError, daemon_is_root, load
 from supervisord.config_problems import printable
+from supervisord.engine.flags import FlagSet
 from supervisord.engine.launch import explain
 
 if TYPE_CHECKING:
     from supervisord.core.spec import EngineSpec, NodeSpec
+    from supervisord.engine.flags import Unread
     from supervisord.engine.launch import Explanation
+    from supervisord.engine.launch_flags import Knowledge
 
 EXIT_UNKNOWN_ENGINE: Final = 5
 
@@ -39,6 +42,7 @@ def main(args: argparse.Namespace) -> int:
     as_root = daemon_is_root(path)
     try:
         loaded = load(path, trust=as_root, check_files=False)
+        machine = Machine(loaded.spec, path, as_root=as_root)
     except ConfigError as error:
         print_problems(error, path)
         return EXIT_INVALID
@@ -52,20 +56,25 @@ def main(args: argparse.Namespace) -> int:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     failed = False
     for spec in engines.values() if args.engine is None else (engines[args.engine],):
-        found = explain(spec, as_root=as_root, base_env=os.environ, origins=loaded.origins)
-        print("\n".join(map(printable, _page(spec, found, loaded.spec))), end="\n\n")
+        facts = machine.known(spec)
+        found = explain(spec, as_root=as_root, base_env=os.environ, origins=loaded.origins, known=facts)
+        print("\n".join(map(printable, _page(spec, found, loaded.spec, facts))), end="\n\n")
         failed = failed or bool(found.plan.errors)
+        for warning in found.flags.warnings:
+            print(f"warning: {printable(warning)}", file=sys.stderr)
         for sentence in found.plan.errors:
             print(printable(sentence), file=sys.stderr)
     return EXIT_INVALID if failed else EXIT_OK
 
 
-def _page(spec: EngineSpec, found: Explanation, node: NodeSpec) -> Iterator[str]:
+def _page(spec: EngineSpec, found: Explanation, node: NodeSpec, known: Knowledge) -> Iterator[str]:
     plan = found.plan
     yield f"engine {spec.name}"
     yield f"  user     {plan.user or 'that of the daemon'}"
     yield f"  vllm     {found.version or 'version unknown: only flags that every release has are added'}"
-    yield f"  profile  {spec.profile} (adds no flags)"
+    yield f"  flags    {_checked(known.flags)}"
+    yield f"  profile  {spec.profile}: {', '.join(found.flags.choice.used) or 'adds no flags'}"
+    yield from (f"           {note}" for note in found.flags.choice.notes)
     yield f"  plan     {plan.plan_id[:16]}"
     yield "command"
     *lines, last = [fact.value for fact in found.command]
@@ -80,6 +89,12 @@ def _page(spec: EngineSpec, found: Explanation, node: NodeSpec) -> Iterator[str]
     yield from (f"  {name} is set here, but engines do not get it" for name in found.left_out)
     yield "gates before a start"
     yield from (f"  {gate}" for gate in _gates(spec, node))
+
+
+def _checked(flags: FlagSet | Unread) -> str:
+    if isinstance(flags, FlagSet):
+        return f"checked against the {len(set(flags.names.values()))} that this vLLM has"
+    return f"not checked: {flags.reason}"
 
 
 def _gates(spec: EngineSpec, node: NodeSpec) -> Iterator[str]:

@@ -14,26 +14,30 @@ if TYPE_CHECKING:
 
     Document = dict[str, Any]
 
-_HEADERS: Final = ("ENGINE", "STATE", "SINCE", "PID", "GEN", "RESTARTS", "KV", "REQUESTS", "MODEL/REASON")
+_HEADERS: Final[tuple[str, ...]] = (
+    *("ENGINE", "STATE", "SINCE", "PID", "GEN", "RESTARTS", "KV", "REQUESTS"),
+    *("GPU MEM", "MODEL/REASON"),
+)
 _STATE: Final = 1
 _GAP: Final = 2
 _ENGINE_MIN: Final = 8
 _LAST_MIN: Final = 12
 _NO_TERMINAL_WIDTH: Final = 200
 _STALE_S: Final = 60.0
+_PACE_MIN_MIB: Final = 1.0
 
-_GREEN: Final = "32"
-_YELLOW: Final = "33"
-_RED: Final = "31"
-_CYAN: Final = "36"
-_DIM: Final = "2"
-_BOLD: Final = "1"
+GREEN: Final = "32"
+YELLOW: Final = "33"
+RED: Final = "31"
+CYAN: Final = "36"
+DIM: Final = "2"
+BOLD: Final = "1"
 _COLOURS: Final = {
-    "ready": _GREEN,
-    "stopped": _DIM,
-    "waiting": _YELLOW,
-    "backoff": _RED,
-    "failed": _RED,
+    "ready": GREEN,
+    "stopped": DIM,
+    "waiting": YELLOW,
+    "backoff": RED,
+    "failed": RED,
 }
 
 _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[\]])")
@@ -65,7 +69,7 @@ def terminal() -> tuple[int, bool]:
 def table(document: Document, *, width: int, colour: bool, now: float) -> str:
     """Return the whole view; `now` is epoch seconds. Ends with a newline."""
     lines = [*_engines(document["engines"], width, colour, now)]
-    lines += _gpus(document["gpus"], width, colour)
+    lines += _gpus(document, width, colour)
     lines += ["", *_node(document, width, colour, now)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
@@ -102,14 +106,17 @@ def _engines(engines: list[Document], width: int, colour: bool, now: float) -> I
     if not engines:
         yield "no engines are configured"
         return
-    rows = [_row(engine, now) for engine in engines]
-    widths = _fit([_HEADERS, *rows], width)
-    yield _paint(_line(_HEADERS, widths), _BOLD, colour)
-    for engine, row in zip(engines, rows, strict=True):
-        shade = _YELLOW if engine["health"] == "degraded" else _COLOURS.get(engine["state"], _CYAN)
+    lines = [_HEADERS, *(_row(engine, now) for engine in engines)]
+    widths = _fit(lines, width)
+    if widths[-1] == 0 or not any(engine["gpus"] for engine in engines):
+        lines = [_without_memory(line) for line in lines]
+        widths = _fit(lines, width)
+    yield paint(_line(lines[0], widths), BOLD, colour)
+    for engine, row in zip(engines, lines[1:], strict=True):
+        shade = YELLOW if engine["health"] == "degraded" else _COLOURS.get(engine["state"], CYAN)
         yield _line(row, widths, shade if colour else None)
         for told in _story(engine, now):
-            yield from _wrap(told, width)
+            yield from wrap(told, width)
 
 
 def _row(engine: Document, now: float) -> tuple[str, ...]:
@@ -120,14 +127,20 @@ def _row(engine: Document, now: float) -> tuple[str, ...]:
             engine["name"],
             engine["state"],
             _age(engine["since"], now),
-            _known(engine["pid"]),
-            _known(engine["generation"] or None),
+            known(engine["pid"]),
+            known(engine["generation"] or None),
             str(engine["restarts"]),
             _kv(engine["kv"]),
             _requests(engine["requests"]),
+            _gpu_memory(engine["memory"]),
             codes[0] if codes else engine["model"],
         )
     )
+
+
+def _without_memory(row: tuple[str, ...]) -> tuple[str, ...]:
+    """GPU memory is shown where there are GPUs, and room for it."""
+    return (*row[:-2], row[-1])
 
 
 def _story(engine: Document, now: float) -> Iterator[str]:
@@ -142,21 +155,22 @@ def _story(engine: Document, now: float) -> Iterator[str]:
         yield f"{what} in {duration(_epoch(engine['next_start_at']) - now)}"
     last = engine["last_exit"]
     if last is not None and engine["state"] in {"waiting", "backoff", "failed"}:
-        how = f"signal {last['signal']}" if last["signal"] is not None else f"code {_known(last['code'])}"
+        how = f"signal {last['signal']}" if last["signal"] is not None else f"code {known(last['code'])}"
         advice = "" if any(last["advice"] in text for text in told) else f": {last['advice']}"
         yield f"last exit: {last['class']}, {how}, generation {last['generation']}, {_age(last['at'], now)} ago{advice}"
     if engine["state"] == "failed":
         yield f"when that is mended: vllm-supervisor reset {engine['name']}"
 
 
-def _gpus(gpus: list[Document], width: int, colour: bool) -> Iterator[str]:
-    for gpu in gpus:
-        if gpu["health"] == "ok":
-            continue
-        where = f"GPU {_known(gpu['index'])} {gpu['name'] or gpu['uuid']}"
-        yield _paint(clean(f"{where}: {'quarantined' if gpu['quarantined'] else gpu['health']}"), _RED, colour)
-        for reason in gpu["reasons"]:
-            yield from _wrap(f"{reason['code']}: {reason['message']}", width)
+def _gpus(document: Document, width: int, colour: bool) -> Iterator[str]:
+    trouble = document["supervisor"]["gpu_trouble"]
+    if not any(engine["gpus"] for engine in document["engines"]):
+        trouble = None  # nobody here minds
+    if document["gpus"] or trouble is not None:
+        from supervisord.cli import render_gpus  # noqa: PLC0415 - only machines with GPUs pay for it
+
+        yield ""
+        yield from render_gpus.table(document["gpus"], trouble, width=width, colour=colour)
 
 
 def _node(document: Document, width: int, colour: bool, now: float) -> Iterator[str]:
@@ -167,8 +181,8 @@ def _node(document: Document, width: int, colour: bool, now: float) -> Iterator[
     version, up = clean(daemon["version"]), _age(daemon["since"], now)
     yield f"vllm-supervisor {version}, pid {daemon['pid']}, up {up}, launcher {clean(daemon['launcher'])}"
     if daemon["config_error"] is not None:
-        yield _paint("the configuration on disk is not in force:", _RED, colour)
-        yield from _wrap(daemon["config_error"], width)
+        yield paint("the configuration on disk is not in force:", RED, colour)
+        yield from wrap(daemon["config_error"], width)
 
 
 def _fit(rows: list[tuple[str, ...]], width: int) -> list[int]:
@@ -192,12 +206,12 @@ def _line(cells: tuple[str, ...], widths: list[int], shade: str | None = None) -
         if room == 0:
             continue
         last = index == len(cells) - 1
-        text = _shorten(cell, room) if last else _shorten(cell, room).ljust(room)
-        parts.append(_paint(text, shade, colour=True) if index == _STATE and shade is not None else text)
+        text = shorten(cell, room) if last else shorten(cell, room).ljust(room)
+        parts.append(paint(text, shade, colour=True) if index == _STATE and shade is not None else text)
     return (" " * _GAP).join(parts)
 
 
-def _shorten(text: str, room: int) -> str:
+def shorten(text: str, room: int) -> str:
     """Make text fit: of a path its last part if that fits, otherwise both ends (names differ in either)."""
     if len(text) <= room:
         return text
@@ -208,17 +222,23 @@ def _shorten(text: str, room: int) -> str:
     return f"{text[: room - 2 - right]}..{text[-right:]}"
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    from textwrap import wrap  # noqa: PLC0415 - only needed when something is not well
+def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[str]:
+    """Clean text in lines of this width, with indentations."""
+    import textwrap  # noqa: PLC0415 - only needed when something is not well
 
-    return wrap(clean(text), max(20, width), initial_indent="  ", subsequent_indent="    ")
+    # Names of GPUs and models have hyphens, and are copied from here.
+    return textwrap.wrap(
+        clean(text), max(20, width), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
-def _paint(text: str, shade: str, colour: bool) -> str:
+def paint(text: str, shade: str, colour: bool) -> str:
+    """Text in a colour, if the terminal takes one."""
     return f"\x1b[{shade}m{text}\x1b[0m" if colour else text
 
 
-def _known(value: object) -> str:
+def known(value: object) -> str:
+    """A value, or the sign for what is not known."""
     return "-" if value is None else str(value)
 
 
@@ -235,7 +255,16 @@ def _kv(kv: Document) -> str:
 def _requests(requests: Document) -> str:
     if requests["running"] is None and requests["waiting"] is None:
         return "-"
-    return f"{_known(requests['running'])}+{_known(requests['waiting'])}"
+    return f"{known(requests['running'])}+{known(requests['waiting'])}"
+
+
+def _gpu_memory(memory: Document) -> str:
+    """In use, and how fast it grows or shrinks."""
+    used, creep = memory["gpu_mib"], memory["gpu_creep_mib_per_h"]
+    if used is None:
+        return "-"
+    pace = "" if creep is None or abs(creep) < _PACE_MIN_MIB else f" {creep:+.0f}M/h"
+    return f"{used / 1024:.1f}G{pace}"
 
 
 def _age(stamp: str | None, now: float) -> str:

@@ -114,7 +114,7 @@ def _call(path: str, request: bytes, timeout_s: float) -> Reply:
             time.sleep(0.1)
         elif code in {"busy", "timeout", "too_slow"}:
             raise SlowError(message)
-        elif code in {"unknown_engine", "refused", "in_journal", "invalid_configuration"}:
+        elif code in {"unknown_engine", "unknown_gpu", "refused", "in_journal", "invalid_configuration"}:
             raise RefusedError(message, code, document)
         else:
             raise ControlError(message)

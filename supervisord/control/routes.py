@@ -3,6 +3,9 @@
 GET  /v1/status[?after=SERIAL&timeout=S]         200 the status document, header Status-Serial;
                                                  with `after` as soon as the serial is another one
 POST /v1/engines/NAME/OP   {"now": bool}         202 accepted, 404 unknown engine, 409 refused, 504 busy
+POST /v1/gpus/clear        {"gpu": NAME}         202 accepted, 404 unknown GPU, 409 refused, 504 busy; NAME is a UUID,
+                                                 a PCI id or an index
+POST /v1/gpus/release                            202 accepted, 409 refused, 504 busy
 POST /v1/reload                                  202 what changes, 422 every problem, 504 busy
 GET  /v1/engines/NAME/log[?offset=&limit=&wait=] 200 text, headers Log-Offset, Log-Next-Offset, Log-Generation
 GET  /v1/engines/NAME/why                        200 the story of its last restart (core.story.document)
@@ -26,7 +29,7 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol, TypeVar
 
 from supervisord.control.wire import HttpError, Request, Response
-from supervisord.core.messages import Answer, Op
+from supervisord.core.messages import Answer, GpuOp, Op
 from supervisord.core.spec import ENGINE_NAME_PATTERN
 
 T = TypeVar("T")
@@ -45,6 +48,10 @@ _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _SECONDS: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _EPOCH: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,6})?")
 _OPS: Final = {op.value: op for op in Op}
+_GPU_NAME: Final = re.compile(
+    r"GPU-[0-9a-fA-F-]{4,60}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?|[0-9]{1,3}"
+)
+_UNKNOWN_GPU: Final = "unknown_gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,9 @@ class Handlers(Protocol):
     def request(self, op: Op, engine: str, at_once: bool, actor: str) -> tuple[Answer, str]:
         """Hand a request to the loop and wait for its answer. Raises TimeoutError."""
 
+    def gpu_request(self, op: GpuOp, gpu: str | None, actor: str) -> tuple[Answer, str]:
+        """Do the same for a request about one GPU (by UUID, PCI id or index) or about all. Raises TimeoutError."""
+
     def reload(self, actor: str) -> Reloaded:
         """Read, validate and apply the configuration. Raises TimeoutError."""
 
@@ -137,9 +147,14 @@ def respond(request: Request, handlers: Handlers, actor: str, gone: Callable[[],
             return _events(request, handlers, gone)
         case ("POST", ("v1", "engines", name, op)) if op in _OPS:
             return _request(request, handlers, _OPS[op], _engine_name(name), actor)
+        case ("POST", ("v1", "gpus", "clear")):
+            return _gpu_request(request, handlers, GpuOp.CLEAR, _body_gpu(request), actor)
+        case ("POST", ("v1", "gpus", "release")):
+            _body_flag(request)
+            return _gpu_request(request, handlers, GpuOp.RELEASE, None, actor)
         case ("POST", ("v1", "reload")):
             return _reload(request, handlers, actor)
-        case (_, ("v1", "status" | "reload" | "events") | ("v1", "engines", _, _)):
+        case (_, ("v1", "status" | "reload" | "events") | ("v1", "engines", _, _) | ("v1", "gpus", _)):
             raise HttpError(
                 HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "cannot do this: no such operation or wrong method"
             )
@@ -181,11 +196,25 @@ def _request(request: Request, handlers: Handlers, op: Op, name: str, actor: str
         answer, message = handlers.request(op, name, at_once, actor)
     except TimeoutError:
         raise _busy(f"{op.value} {name}") from None
+    return _answered(answer, message, Answer.UNKNOWN_ENGINE.value)
+
+
+def _gpu_request(request: Request, handlers: Handlers, op: GpuOp, gpu: str | None, actor: str) -> Response:
+    _known_keys(request.query)
+    try:
+        answer, message = handlers.gpu_request(op, gpu, actor)
+    except TimeoutError:
+        raise _busy(f"{op.value} {'of GPUs' if gpu is None else f'of GPU {gpu}'}") from None
+    return _answered(answer, message, _UNKNOWN_GPU)
+
+
+def _answered(answer: Answer, message: str, unknown: str) -> Response:
+    """What the loop said. `unknown`: the code for what does not exist."""
     match answer:
         case Answer.ACCEPTED:
             return json_response(HTTPStatus.ACCEPTED, {"answer": answer.value, "message": message})
         case Answer.UNKNOWN_ENGINE:
-            raise HttpError(HTTPStatus.NOT_FOUND, answer.value, message)
+            raise HttpError(HTTPStatus.NOT_FOUND, unknown, message)
         case Answer.REFUSED:
             raise HttpError(HTTPStatus.CONFLICT, answer.value, message)
 
@@ -279,12 +308,29 @@ def _engine_name(name: str) -> str:
     return name
 
 
-def _body_flag(request: Request, flag: str = "") -> bool:
-    """Read the only thing that a body may say: `{FLAG: bool}`. No body says no."""
+def _body(request: Request) -> object:
+    """The JSON of a body; no body is an empty object."""
     try:
-        body = json.loads(request.body) if request.body else {}
+        return json.loads(request.body) if request.body else {}
     except (ValueError, RecursionError):
         raise _bad("body", "it is not JSON") from None
+
+
+def _body_gpu(request: Request) -> str:
+    """Read the only thing that a body may say: `{"gpu": NAME}`."""
+    body = _body(request)
+    if not isinstance(body, dict) or body.keys() != {"gpu"} or not isinstance(body["gpu"], str):
+        raise _bad("body", 'it is not {"gpu": "NAME"}')
+    name: str = body["gpu"]
+    if not _GPU_NAME.fullmatch(name):
+        text = "cannot find this GPU: it is named by its UUID, PCI id or index; see vllm-supervisor gpu"
+        raise HttpError(HTTPStatus.NOT_FOUND, _UNKNOWN_GPU, text)
+    return name
+
+
+def _body_flag(request: Request, flag: str = "") -> bool:
+    """Read the only thing that a body may say: `{FLAG: bool}`. No body says no."""
+    body = _body(request)
     if not isinstance(body, dict) or not body.keys() <= {flag} or not isinstance(body.get(flag, False), bool):
         raise _bad("body", f'it is not {{"{flag}": true or false}}' if flag else "it has to be empty")
     return bool(body.get(flag, False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from supervisord.core import gpu_inventory, telemetry
 from supervisord.core.messages import Launch, Severity
 from supervisord.core.model import Engine, Failed, FailedKind, Reason, Starting, Stopping, Waiting
 from supervisord.core.turn import Turn
@@ -18,7 +19,13 @@ LOOK_AGAIN_S: Final = 0.5
 INTERNAL_RECHECK_S: Final = 60.0
 """A gate inside the node opens by an event; this is only the net below it."""
 
-INTERNAL_GATES: Final = frozenset({"max_parallel_starts", "gpu_busy_starting"})
+QUIET_GATES: Final = frozenset({"max_parallel_starts", "gpu_busy_starting"})
+"""Gates that the node's own work closes: nothing is wrong."""
+
+GPU_GATES: Final = frozenset({"driver_not_ready", "gpu_missing", "gpu_quarantined", "gpu_memory_held"})
+
+INTERNAL_GATES: Final = QUIET_GATES | GPU_GATES
+"""Gates that open by what the core hears, and are looked at in every turn."""
 
 
 def admit(turn: Turn, engine: Engine) -> None:
@@ -39,12 +46,29 @@ def admit(turn: Turn, engine: Engine) -> None:
 def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
     """Who waits `outside` stays visibly waiting while the gates there are looked at again: no flapping in status."""
     generation = engine.generation + 1
-    engine = replace(engine, launching=generation, sample=None, ready_since=None, warmup=None)
+    gpus = gpu_inventory.named(turn.node.gpus, engine.spec.gpus)
+    known = len(gpus) == len(engine.spec.gpus) > 0
+    engine = replace(
+        engine,
+        launching=generation,
+        sample=None,
+        ready_since=None,
+        warmup=None,
+        devices=tuple(gpu.uuid for gpu in gpus) if known else (),
+        strange_bytes={
+            gpu.uuid: strange
+            for gpu in gpus
+            if gpu.reading is not None and (strange := gpu_inventory.strange_bytes(gpu.reading)) is not None
+        },
+        gpu_bytes=None,
+        placed=False,
+        app_xids=(),
+    )
     if outside is not None:
         turn.put(replace(engine, phase=replace(outside, recheck_at=give_up_at(turn, engine))))
     else:
         turn.enter(engine, Starting(progress_at=turn.now, give_up_at=give_up_at(turn, engine)))
-    turn.do(Launch(engine.spec.name, generation))
+    turn.do(Launch(engine.spec.name, generation, gpu_inventory.places(turn.node.gpus, gpus) if known else None))
 
 
 def admit_waiting(turn: Turn) -> None:
@@ -63,21 +87,31 @@ def give_up_at(turn: Turn, engine: Engine) -> float:
 
 
 def _internal_gate(turn: Turn, engine: Engine, *, lookers: bool = True) -> Reason | None:
-    """The gates that only this node's own engines can close; without `lookers`, who wait at an outside gate themselves.
+    """The gates that the core itself knows of; without `lookers`, engines that wait at an outside gate do not count.
 
     vLLM profiles free GPU memory while it starts: two at once on one GPU corrupt each other, often silently (measured:
     3 of 3 pairs on an H200, two of them without an error).
     """
     others = [e for e in turn.engines() if e.spec.name != engine.spec.name]
     starting = [e for e in others if _starts(e, lookers=lookers)]
-    mine = set(engine.spec.gpus)
-    busy = (e for e in others if mine.intersection(e.spec.gpus) and (e in starting or isinstance(e.phase, Stopping)))
-    holder = next(busy, None)
+    closed = gpu_inventory.gate(turn, engine)
+    if closed is not None:
+        return closed
+    gpus = turn.node.gpus
+    sharing = [e for e in others if gpu_inventory.share(gpus, engine, e)] if engine.spec.gpus else []
+    stuck = next((e for e in sharing if isinstance(e.phase, Failed) and e.phase.kind is FailedKind.UNKILLABLE), None)
+    if stuck is not None:
+        text = f"processes of engine {stuck.spec.name} on the same GPU cannot be ended; mend that, then reset it"
+        return Reason("gpu_quarantined", text)
+    holder = next((e for e in sharing if e in starting or isinstance(e.phase, Stopping)), None)
     if holder is not None:
         return Reason(
             "gpu_busy_starting",
             f"engine {holder.spec.name} is {holder.state.value} on the same GPU; one at a time, or both lose KV cache",
         )
+    closed = gpu_inventory.memory_gate(turn, engine)
+    if closed is not None:
+        return closed
     limit = turn.node.spec.supervisor.max_parallel_starts
     if len(starting) >= limit:
         return Reason("max_parallel_starts", f"{len(starting)} engines are starting, max_parallel_starts is {limit}")
@@ -94,15 +128,21 @@ def _starts(engine: Engine, *, lookers: bool) -> bool:
 def wait(turn: Turn, engine: Engine, reason: Reason, recheck_at: float) -> None:
     """Wait at a gate; said once for as long as the reason stays the same."""
     old = engine.phase
-    if not (isinstance(old, Waiting) and old.reason == reason):
+    quiet = reason.code in QUIET_GATES or (reason.code == "driver_not_ready" and telemetry.looking(turn.node))
+    if not (isinstance(old, Waiting) and _same(old.reason, reason)):
         turn.record(
             "waiting",
             engine,
             f"{engine.spec.name} waits: {reason.message}",
-            severity=Severity.NOTICE if reason.code in INTERNAL_GATES else Severity.WARNING,
+            severity=Severity.NOTICE if quiet else Severity.WARNING,
             reason=reason,
         )
     turn.enter(engine, Waiting(reason, recheck_at))
+
+
+def _same(old: Reason, new: Reason) -> bool:
+    """Whether there is nothing new to say: how much memory is held changes with every look."""
+    return old == new or old.code == new.code == "gpu_memory_held"
 
 
 def fail(turn: Turn, engine: Engine, kind: FailedKind, message: str) -> None:

@@ -83,12 +83,8 @@ def _coder(hint: Any) -> _Coder:
         return _union(args)
     if origin is Literal:
         return _choice({value: value for value in args})
-    if origin is tuple and args[1:] == (Ellipsis,):
-        return _sequence(_coder(args[0]))
-    if origin is tuple:
-        return _fixed([_coder(arg) for arg in args])
-    if origin is Mapping and args[0] is str:
-        return _mapping(_coder(args[1]))
+    if origin in (tuple, frozenset, Mapping):
+        return _container(origin, args)
     if is_dataclass(hint):
         return _record(cast("type", hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -173,6 +169,18 @@ def _choice(written: Mapping[Any, Json]) -> _Coder:
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
+def _container(origin: Any, args: tuple[Any, ...]) -> _Coder:
+    if origin is Mapping and args[0] is str:
+        return _mapping(_coder(args[1]))
+    if origin is frozenset and args[0] is str:
+        return _text_set()
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return _sequence(_coder(args[0]))
+    if origin is tuple:
+        return _fixed([_coder(arg) for arg in args])
+    raise TypeError(f"no coder for {origin}[{args}]")
+
+
 def _sequence(item: _Coder) -> _Coder:
     def encode(value: Any) -> Json:
         if type(value) is not tuple:
@@ -202,6 +210,18 @@ def _fixed(items: Sequence[_Coder]) -> _Coder:
         return tuple([item.decode(inner) for item, inner in zip(items, value, strict=True)])
 
     return _Coder(encode, decode, (tuple,), (list,))
+
+
+def _text_set() -> _Coder:
+    """A set of texts, written in order: what is equal looks equal."""
+    texts = _sequence(_TEXT)
+
+    def encode(value: Any) -> Json:
+        if type(value) is not frozenset:
+            raise EncodeError(f"cannot encode {type(value).__name__} as frozenset")
+        return texts.encode(tuple(sorted(value)))
+
+    return _Coder(encode, lambda value: frozenset(texts.decode(value)), (frozenset,), (list,))
 
 
 def _mapping(item: _Coder) -> _Coder:

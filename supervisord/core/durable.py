@@ -15,9 +15,11 @@ from supervisord.core.model import (
     ExitClass,
     Failed,
     FailedKind,
+    Gpu,
     LastExit,
     Node,
     Phase,
+    Reason,
     Stopped,
 )
 from supervisord.core.spec import EngineSpec, NodeSpec
@@ -43,6 +45,7 @@ def save_engine(engine: Engine) -> Saved:
         "good_blocks": engine.good_blocks,
         "shortfall_retried": engine.shortfall_retried,
         "failures": engine.failures,
+        "devices": list(engine.devices),
         "restart_times": list(engine.restart_times),
         "failed": {"kind": phase.kind.value, "message": phase.message}
         if isinstance(phase, Failed) and failed
@@ -57,6 +60,36 @@ def save_engine(engine: Engine) -> Saved:
             "generation": last.generation,
             "advice": last.advice,
         },
+    }
+
+
+def save_gpus(node: Node) -> dict[str, Saved]:
+    """What must be remembered of GPUs, by UUID: those that are quarantined."""
+    return {
+        gpu.uuid: {
+            "pci_id": gpu.pci_id,
+            "index": gpu.index,
+            "name": gpu.name,
+            "code": gpu.quarantine.code,
+            "message": gpu.quarantine.message,
+        }
+        for gpu in node.gpus.values()
+        if gpu.quarantine is not None
+    }
+
+
+def restore_gpus(saved: Mapping[str, Any]) -> dict[str, Gpu]:
+    """The quarantined GPUs that an earlier daemon knew: a reboot does not heal them by itself."""
+    found = {uuid: _mapping(value) for uuid, value in saved.items()}
+    return {
+        uuid: Gpu(
+            uuid,
+            pci_id=_text(known.get("pci_id")) or "",
+            index=_integer(known.get("index")),
+            name=_text(known.get("name")) or "",
+            quarantine=Reason(_text(known.get("code")) or "gpu_fault", _text(known.get("message")) or "quarantined"),
+        )
+        for uuid, known in found.items()
     }
 
 
@@ -114,6 +147,7 @@ def _restore_engine(spec: EngineSpec, plan_id: str, saved: Mapping[str, Any], no
         shortfall_retried=saved.get("shortfall_retried") is True,
         warm_generation=warm if warm <= generation else 0,
         last_exit=last_exit,
+        devices=tuple(uuid for uuid in _list(saved.get("devices")) if isinstance(uuid, str)) if same_boot else (),
     )
 
 

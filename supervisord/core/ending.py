@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from supervisord.core import admission, policy
+from supervisord.core import admission, gpu_inventory, policy, telemetry
 from supervisord.core.classify import SIGKILL, SIGNAL_NAMES, classify
+from supervisord.core.lifecycle import MEMORY_BACK_S
 from supervisord.core.messages import Abandon, Exited, Probe, Sampled, Severity, Sweep, Swept, Terminate
 from supervisord.core.model import (
     After,
@@ -32,6 +33,9 @@ REPEAT_TERM_S: Final = 2.0
 
 UNKILLABLE_AFTER_S: Final = 30.0
 """What lives this long after SIGKILL sits in the kernel; normal is under 0.3 s, 9 s for GPU memory of a killed rank."""
+
+MEMORY_BLIND_S: Final = 2.0
+"""So long GPU memory is given to come back where nobody can see it."""
 
 LAUNCH_HANGS: Final = "its launch is never answered: the disk or the process table hangs; mend that, then reset it"
 
@@ -142,6 +146,9 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     """The main process is gone. Children may live (A24): sweep before anything else."""
     phase, name = engine.phase, engine.spec.name
     engine = replace(engine, process=None)
+    if isinstance(phase, Stopping) and phase.gone_at is not None:
+        turn.put(engine)
+        return
     if isinstance(phase, Stopping):
         asked = phase.after is not After.CRASH
         if asked:
@@ -160,7 +167,8 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     if not isinstance(phase, Starting | Warming | Ready | Draining):
         return
     answered = not isinstance(phase, Starting) or engine.warm_generation == engine.generation
-    kind, advice = classify(seen.code, seen.signal, seen.tail, oom_killed=seen.oom_killed, answered=answered)
+    evidence = (*engine.app_xids, *seen.tail)
+    kind, advice = classify(seen.code, seen.signal, evidence, oom_killed=seen.oom_killed, answered=answered)
     cause = Reason("exited", f"{_how(seen)} ({kind.value}): {advice}")
     engine = replace(engine, last_exit=LastExit(kind, seen.code, seen.signal, turn.now, engine.generation, advice))
     turn.record(
@@ -215,16 +223,43 @@ def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
         text = "asked for; it did not end by itself, SIGKILL"
         last = LastExit(ExitClass.STOPPED, None, SIGKILL, turn.now, engine.generation, text)
         engine = replace(engine, last_exit=last)
-    _conclude(turn, replace(engine, process=None), phase)
+    _await_memory(turn, replace(engine, process=None), phase)
+
+
+def _await_memory(turn: Turn, engine: Engine, phase: Stopping) -> None:
+    """Nothing of the engine lives: its GPU memory has to come back before anything else happens on those GPUs."""
+    node = turn.node
+    if node.ending or not engine.devices or telemetry.off(node):
+        conclude(turn, engine, phase)
+        return
+    patience_s = MEMORY_BLIND_S if telemetry.blind(node) else MEMORY_BACK_S
+    gone = replace(phase, sweeping=False, sweep_at=None, gone_at=turn.now, give_up_at=turn.now + patience_s)
+    turn.enter(engine, gone)
+    telemetry.hasten(turn, turn.now)
+
+
+def _memory_stays(turn: Turn, engine: Engine, phase: Stopping) -> None:
+    """It did not come back, or nobody can say: the gate before the next start holds whoever needs it."""
+    rest = gpu_inventory.held(turn.node.gpus, engine)
+    if rest is not None and not telemetry.blind(turn.node):
+        turn.record(
+            "gpu_memory_stays",
+            engine,
+            f"{engine.spec.name} is gone for {MEMORY_BACK_S:g} s and {rest} did not come back: somebody else holds it, "
+            "or the driver lost it (nvidia-smi, dmesg)",
+            severity=Severity.ERROR,
+            reason="gpu_memory_held",
+        )
+    conclude(turn, engine, phase)
 
 
 def conclude_unspawned(turn: Turn, engine: Engine) -> None:
     """A launch that was overtaken by a stop came to nothing."""
     if isinstance(engine.phase, Stopping):
-        _conclude(turn, engine, engine.phase)
+        conclude(turn, engine, engine.phase)
 
 
-def _conclude(turn: Turn, engine: Engine, phase: Stopping) -> None:
+def conclude(turn: Turn, engine: Engine, phase: Stopping) -> None:
     """Nothing of the engine lives: go on with what was to follow."""
     name = engine.spec.name
     if engine.removed:
@@ -329,7 +364,15 @@ def on_clock(turn: Turn, engine: Engine) -> None:
 
 def _stopping_clock(turn: Turn, engine: Engine, phase: Stopping) -> None:
     name = engine.spec.name
-    if turn.now >= phase.give_up_at:
+    if phase.gone_at is not None:
+        blind = telemetry.blind(turn.node)
+        patience_at = turn.now + MEMORY_BLIND_S if blind else phase.gone_at + MEMORY_BACK_S
+        if turn.now >= (phase.give_up_at if blind else patience_at):
+            _memory_stays(turn, engine, phase)
+        elif blind is (patience_at < phase.give_up_at):
+            # It was lost from sight, or is seen again.
+            turn.put(replace(engine, phase=replace(phase, give_up_at=patience_at)))
+    elif turn.now >= phase.give_up_at:
         text = (
             f"still there {UNKILLABLE_AFTER_S:g} s after SIGKILL; nothing is started in its place. "
             "Look at its state (ps -o pid,stat,wchan), mend the cause or reboot, then reset it"

@@ -36,8 +36,9 @@ def normal_pci_id(text: str) -> str:
 
 def find(gpus: Mapping[str, Gpu], name: str) -> Gpu | None:
     """The GPU that a name of the configuration or of an operator means: UUID, PCI id or index."""
-    if name in gpus:
-        return gpus[name]
+    known = next((gpu for uuid, gpu in gpus.items() if uuid.lower() == name.lower()), None)
+    if known is not None:
+        return known
     if ":" in name:
         pci_id = normal_pci_id(name)
         return next((gpu for gpu in gpus.values() if gpu.pci_id == pci_id), None)

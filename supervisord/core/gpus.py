@@ -33,6 +33,8 @@ ABSENT_FOR_S: Final = 2.0
 """One sweep without a GPU may be an enumeration that went wrong; it is looked at again at once."""
 XID_AGAIN_S: Final = 2.0
 """NVML and the kernel log tell of the same one; repeats of a fault that is known come every 45 s."""
+OFF_BUS: Final = "off_bus"
+"""Counted as, where the kernel log gives no number."""
 THROTTLED_FOR_S: Final = 30.0
 _SLOW_FIELDS: Final = ("energy_j", "mig", "ecc_uncorrected", "remap_pending", "remap_failed", "recovery_action")
 
@@ -145,6 +147,9 @@ def _wrong(gpu: Gpu, sweep: GpuSweep) -> Iterator[Reason]:
         why = ", ".join(name for bit, name in THROTTLING.items() if (reading.clock_reasons or 0) & bit)
         heat = "" if reading.temperature_c is None else f", {reading.temperature_c:.0f} C"
         yield Reason("gpu_throttled", f"it runs slower ({why}{heat}); look at cooling and power")
+    if reading.ecc_uncorrected:
+        text = f"{reading.ecc_uncorrected} uncorrectable memory errors since the driver was loaded; reset it, and watch"
+        yield Reason("gpu_ecc", text)
     if reading.remap_pending:
         yield Reason("gpu_remap_pending", "a row of its memory is to be remapped: reset it at the next occasion")
 
@@ -162,7 +167,7 @@ def on_xid(turn: Turn, seen: XidSeen) -> None:
     """The driver reported a fault: of the GPU, or of a process on it."""
     gpu = find(turn.node.gpus, seen.gpu)
     _keep_as_evidence(turn, gpu, seen)
-    number, kind = str(seen.xid), xids.class_of(seen.xid)
+    number, kind = OFF_BUS if seen.xid is None else str(seen.xid), xids.class_of(seen.xid)
     if gpu is not None:
         last = gpu.xid_at.get(number)
         if last is not None and abs(seen.at - last) <= XID_AGAIN_S:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from supervisord.core import ending, voluntary, watch
+from supervisord.core import ending, gpu_inventory, telemetry, voluntary, watch
 from supervisord.core.messages import CanaryEnded, KeepEvidence, Probe, SendCanary, Severity
-from supervisord.core.model import After, Draining, Engine, Ready, Reason
+from supervisord.core.model import After, Draining, Engine, Node, Ready, Reason
 from supervisord.core.rules import Finding, Remedy, blocks, creep, hanging, service
 from supervisord.core.samples import Sample
 from supervisord.core.turn import Turn
@@ -43,6 +43,9 @@ def on_sampled(turn: Turn, engine: Engine, phase: Ready, sample: Sample) -> None
     seen = watch.blocks_looked(seen, sample, low=blocks.is_low(engine.spec, sample, seen.low_since))
     baseline = engine.warmup.memory_bytes if engine.warmup is not None else None
     seen = watch.memory_looked(seen, sample, engine.spec.restart, baseline_bytes=baseline)
+    gpus = [] if telemetry.blind(turn.node) else gpu_inventory.of_engine(turn.node.gpus, engine)
+    busy = service.utilization_percent(gpus)
+    seen = watch.utilization_looked(seen, sample, busy, engine.spec.slo)
     text = None if seen.told_limit else blocks.limit_text(engine.spec, sample)
     if text is not None:
         turn.record("free_blocks_rule", engine, f"{engine.spec.name}: {text}")
@@ -63,20 +66,24 @@ def _with_pool(engine: Engine, pool: int | None) -> Engine:
     return replace(engine, good_blocks=largest, shortfall_retried=False)
 
 
-def findings(engine: Engine, seen: watch.Watch, sample: Sample) -> list[Finding]:
+def findings(node: Node, engine: Engine, seen: watch.Watch, sample: Sample) -> list[Finding]:
     """What every rule says, the strongest first; equal ones in the order below."""
-    spec = engine.spec
+    spec, gpus = engine.spec, gpu_inventory.of_engine(node.gpus, engine)
     found = (
         hanging.engine_dead(seen),
         hanging.unreachable(seen, sample, spec),
         hanging.stalled(seen, sample, spec),
         hanging.unresponsive(seen, sample, spec),
         blocks.free_blocks(seen, sample, spec),
-        creep.gpu_creep(seen.gpu, spec.restart, sample.at, capacity_bytes=None),
+        creep.gpu_creep(
+            seen.gpu, spec.restart, sample.at, capacity_bytes=gpu_inventory.capacity_bytes(node.gpus, engine)
+        ),
         creep.host_creep(seen.host, spec.restart, sample.at, capacity_bytes=sample.host_limit_bytes),
         blocks.kv_shortfall(seen, sample, spec, engine.good_blocks),
         service.garbage(seen),
         service.slo(seen, spec),
+        service.idle_gpus(seen, spec, sample.at),
+        *service.of_gpus(gpus, telemetry.trouble(node) if spec.gpus else None),
     )
     return sorted((one for one in found if one is not None), key=lambda one: -HARM.index(one.remedy))
 
@@ -90,7 +97,7 @@ def _unseen(found: tuple[Reason, ...], sample: Sample) -> list[Reason]:
 
 
 def _judge(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: Sample) -> None:
-    found = [_permitted(turn, engine, one) for one in findings(engine, seen, sample)]
+    found = [_permitted(turn, engine, one) for one in findings(turn.node, engine, seen, sample)]
     codes = {one.reason.code for one in found}
     reasons = [one.reason for one in found]
     reasons += [reason for reason in _unseen(phase.found, sample) if reason.code not in codes]

@@ -22,6 +22,9 @@ from supervisord.core.model import (
 )
 from supervisord.core.watch import canary_deadline
 
+MEMORY_BACK_S: Final = 30.0
+"""GPU memory comes back within 0.2 s, on the other GPUs of a killed rank within 9."""
+
 TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
     State.STOPPED: frozenset({State.WAITING, State.STARTING, State.STOPPING}),
     State.WAITING: frozenset({State.STOPPED, State.STARTING, State.STOPPING, State.BACKOFF, State.FAILED}),
@@ -75,6 +78,8 @@ def _of_ready(engine: Engine, phase: Ready) -> Iterator[float]:
 
 def _of_stopping(engine: Engine, phase: Stopping) -> Iterator[float]:
     yield phase.give_up_at
+    if phase.gone_at is not None:
+        return
     if phase.sweep_at is not None:
         yield phase.sweep_at
     elif engine.launching is None and not phase.exited and not phase.sweeping:

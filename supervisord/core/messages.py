@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from supervisord.core.gpu_samples import GpuSweep
 from supervisord.core.model import ExitClass, Found, Process, Progress, Sample, Warmup
 from supervisord.core.spec import NodeSpec
 
@@ -45,9 +46,10 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Booted:
-    """The daemon has started; `found` is what an earlier one left."""
+    """The daemon has started; `found` is what an earlier one left. `nvidia`: this machine has a driver for GPUs."""
 
     found: tuple[Found, ...] = ()
+    nvidia: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,70 @@ class WindowOpened:
     for_s: float
 
 
+class GpuOp(Enum):
+    """What an operator can ask of GPUs."""
+
+    CLEAR = "clear"
+    """Trust a quarantined GPU again."""
+    RELEASE = "release"
+    """Close NVML for a while, so that a GPU can be reset."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRequested:
+    """An operator asked for something. `gpu`: UUID, PCI id or index; None for a request about all of them."""
+
+    request: int
+    op: GpuOp
+    gpu: str | None
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpusSwept:
+    """A sweep was answered. `helper` numbers the probe processes, `number` the sweeps."""
+
+    helper: int
+    number: int
+    sweep: GpuSweep
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHelperEnded:
+    """The probe process is gone, or could not be started. `detail`: how, in words."""
+
+    helper: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PersistenceSet:
+    """Setting persistence mode was tried. `error`: the NVML code, None: done."""
+
+    uuid: str
+    on: bool
+    error: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class XidSeen:
+    """The driver reported a fault. `gpu`: UUID or PCI id (0000:1b:00.0); `source`: nvml or kmsg.
+
+    `xid` is None for a GPU that fell off the bus without a number. `engine`, `generation`: whose process it was.
+    """
+
+    at: float
+    gpu: str
+    xid: int | None
+    source: str
+    pid: int | None = None
+    engine: str | None = None
+    generation: int | None = None
+    text: str = ""
+
+
+GpuObservation = GpusSwept | GpuHelperEnded | PersistenceSet | XidSeen
+
 EngineObservation = (
     Spawned
     | GateClosed
@@ -218,7 +284,17 @@ EngineObservation = (
     | Sampled
     | CanaryEnded
 )
-Observation = Booted | Due | Requested | Reconfigured | EndRequested | WindowOpened | EngineObservation
+Observation = (
+    Booted
+    | Due
+    | Requested
+    | GpuRequested
+    | Reconfigured
+    | EndRequested
+    | WindowOpened
+    | GpuObservation
+    | EngineObservation
+)
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
@@ -236,10 +312,14 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Check the outside gates, record the identity, spawn. Answered by Spawned, GateClosed or SpawnFailed."""
+    """Check the outside gates, record the identity, spawn. Answered by Spawned, GateClosed or SpawnFailed.
+
+    `devices`: CUDA_VISIBLE_DEVICES, in the order of the engine's `gpus`; None: the names as they are configured.
+    """
 
     engine: str
     generation: int
+    devices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +401,38 @@ class KeepEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class StartGpuHelper:
+    """Start the probe process with this number. Its end is told by GpuHelperEnded."""
+
+    helper: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillGpuHelper:
+    """SIGKILL it. Answered by GpuHelperEnded when it is gone; one that hangs in the kernel never is."""
+
+    helper: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepGpus:
+    """Look at all GPUs. Answered by GpusSwept, or by nothing when the driver hangs."""
+
+    helper: int
+    number: int
+    slow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetPersistence:
+    """Switch persistence mode. Answered by PersistenceSet, or by nothing when the driver hangs."""
+
+    helper: int
+    uuid: str
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Whatever watches or warms this generation may stop: nobody waits for it any more."""
 
@@ -379,6 +491,10 @@ Action = (
     | Probe
     | SendCanary
     | KeepEvidence
+    | StartGpuHelper
+    | KillGpuHelper
+    | SweepGpus
+    | SetPersistence
     | Abandon
     | Record
     | Reply

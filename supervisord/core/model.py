@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from supervisord.core.gpu_samples import GpuReading
 from supervisord.core.samples import Sample as Sample  # noqa: PLC0414 (it belongs to the model that others import)
 from supervisord.core.spec import EngineSpec, NodeSpec
 from supervisord.core.watch import Watch
@@ -134,6 +135,9 @@ class Warmup:
     rounds: int
     problem: Reason | None = None
     memory_bytes: int | None = None
+    """Host memory at its end."""
+    gpu_bytes: int | None = None
+    """GPU memory at its end."""
     took_s: float = 0.0
 
 
@@ -221,6 +225,7 @@ class Stopping:
     `repeat_at`: when SIGTERM is sent again, because vLLM swallows one while its engine initialises.
     `kill_at`: SIGKILL to everything. `give_up_at`: what lives then is unkillable.
     `sweeping`: a sweep is under way, its result will come; `sweep_at`: when the next one is due.
+    `gone_at`: when nothing of it was left but, perhaps, its GPU memory: that is waited for.
     """
 
     after: After
@@ -231,6 +236,7 @@ class Stopping:
     exited: bool = False
     sweeping: bool = False
     sweep_at: float | None = None
+    gone_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +309,16 @@ class Engine:
     """The maintenance window is open until then."""
     warm_generation: int = 0
     """The last generation that was ready: an adopted one is not warmed again."""
+    devices: tuple[str, ...] = ()
+    """UUIDs of the GPUs that it was launched on last."""
+    strange_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By UUID, what no process accounted for on each of them before the launch."""
+    gpu_bytes: int | None = None
+    """Memory of its processes on all of them, as of the last sweep."""
+    placed: bool = False
+    """The processes of this generation were seen on the GPUs that they belong on."""
+    app_xids: tuple[str, ...] = ()
+    """What the driver reported of this generation's own mistakes: evidence for how it ends."""
 
     @property
     def state(self) -> State:
@@ -330,19 +346,74 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
+class Persistence:
+    """Persistence mode of one GPU: what the policy wants (None: leave it as it is), and how that went.
+
+    `sets`: how often it was set and found changed again. `asked`: a set is under way. `told`: what was said last.
+    """
+
+    wanted: bool | None = None
+    why: str = ""
+    sets: int = 0
+    asked: bool = False
+    told: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as the node knows it. None is unknown."""
+    """One GPU as the node knows it, by UUID. `reading` is None until it was seen by this daemon.
+
+    `absent_since`: it answers no more, or is no longer there, while NVML itself works. `quarantine`: no engine is
+    started on it, until an operator clears that.
+    """
 
     uuid: str
+    pci_id: str = ""
     index: int | None = None
     name: str = ""
     generation: str = ""
     kind: str = ""
-    memory_total_mib: float | None = None
-    memory_used_mib: float | None = None
-    energy_j: float | None = None
-    quarantined: bool = False
+    reading: GpuReading | None = None
+    absent_since: float | None = None
+    quarantine: Reason | None = None
+    throttled_since: float | None = None
     reasons: tuple[Reason, ...] = ()
+    """What is wrong with it, short of a quarantine."""
+    xids: Mapping[str, int] = field(default_factory=dict)
+    """How often each Xid was reported since the daemon started, by number."""
+    xid_at: Mapping[str, float] = field(default_factory=dict)
+    """When each was reported last: two sources tell of one."""
+    persistence: Persistence = Persistence()
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """The GPU probe: a process that may hang in the driver, so it is watched like one.
+
+    `helper`: its number, 0 before the first; `running`: it was started and not given up. `asked_at`: a sweep is
+    outstanding since then. `killed_at`: SIGKILL was sent and its end not heard of. `stuck`: processes that SIGKILL did
+    not end. `hangs`: in a row. `next_at`: when the next sweep, or the next start of a helper, is due.
+    """
+
+    helper: int = 0
+    running: bool = False
+    number: int = 0
+    asked_at: float | None = None
+    answered: bool = False
+    killed_at: float | None = None
+    stuck: int = 0
+    hangs: int = 0
+    next_at: float | None = None
+    slow_at: float = 0.0
+    swept_at: float | None = None
+    """The last sweep that saw GPUs."""
+    problem: int | None = None
+    """NVML's code when it does not work at all."""
+    driver: str = ""
+    released_until: float | None = None
+    """An operator closed NVML, for a reset, until then."""
+    unresponsive: bool = False
+    """It hangs: nothing is known of GPUs, and supervision goes on without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +427,7 @@ class Node:
     since: float = 0.0
     engines: Mapping[str, Engine] = field(default_factory=dict)
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    telemetry: Telemetry = Telemetry()
     ending: bool = False
     """The daemon is going down: nothing is started any more."""
     config_error: str | None = None

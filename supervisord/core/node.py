@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from supervisord.core import admission, ending, judging, requests, starting
+from supervisord.core import admission, ending, gpus, judging, persistence, requests, starting, telemetry
 from supervisord.core.lifecycle import deadlines
 from supervisord.core.messages import (
     Action,
@@ -20,8 +20,12 @@ from supervisord.core.messages import (
     Exited,
     Finish,
     GateClosed,
+    GpuHelperEnded,
+    GpuRequested,
+    GpusSwept,
     MeasureProgress,
     Observation,
+    PersistenceSet,
     PortAnswered,
     PortForeign,
     Probe,
@@ -38,6 +42,7 @@ from supervisord.core.messages import (
     WatchPort,
     What,
     WindowOpened,
+    XidSeen,
 )
 from supervisord.core.model import (
     After,
@@ -65,21 +70,7 @@ SETTLED: Final = frozenset({State.READY, State.FAILED, State.STOPPED, State.WAIT
 def step(node: Node, seen: Observation, now: float) -> tuple[Node, tuple[Action, ...]]:
     """Decide. Pure: no I/O, no clock, no randomness; `now` is monotonic seconds and never goes back."""
     turn = Turn(node, now)
-    match seen:
-        case Booted():
-            _boot(turn, seen.found)
-        case Due():
-            _due(turn, seen.what)
-        case Requested():
-            requests.on_requested(turn, seen)
-        case Reconfigured():
-            requests.on_reconfigured(turn, seen)
-        case EndRequested():
-            requests.on_end_requested(turn, seen)
-        case WindowOpened():
-            _open_window(turn, seen)
-        case _:
-            _on_engine(turn, seen)
+    NODE_HANDLERS.get(type(seen), _on_engine)(turn, seen)
     admission.admit_waiting(turn)
     _announce(turn)
     if turn.node.ending and not any(e.live and not isinstance(e.phase, Failed) for e in turn.engines()):
@@ -90,14 +81,15 @@ def step(node: Node, seen: Observation, now: float) -> tuple[Node, tuple[Action,
 def wakeup(node: Node) -> float | None:
     """When `Due(CLOCK)` has to come at the latest (monotonic seconds); None: nothing is timed."""
     times = [at for engine in node.engines.values() for at in deadlines(engine)]
-    if node.announce_ready_at is not None:
-        times.append(node.announce_ready_at)
+    others = (node.announce_ready_at, telemetry.deadline(node.telemetry))
+    times += [at for at in others if at is not None]
     return min(times, default=None)
 
 
-def _boot(turn: Turn, found: Iterable[Found]) -> None:
+def _boot(turn: Turn, seen: Booted) -> None:
     turn.node = replace(turn.node, announce_ready_at=turn.now + turn.node.spec.supervisor.ready_timeout_s)
-    for left in found:
+    telemetry.boot(turn, nvidia=seen.nvidia)
+    for left in seen.found:
         _take_over(turn, left)
     for engine in turn.engines():
         if engine.wanted and isinstance(engine.phase, Stopped):
@@ -134,14 +126,16 @@ def _take_over(turn: Turn, left: Found) -> None:
         ending.stop(turn, turn.put(engine), after, cause)
 
 
-def _due(turn: Turn, what: What) -> None:
-    match what:
+def _due(turn: Turn, seen: Due) -> None:
+    match seen.what:
         case What.CLOCK:
+            telemetry.on_clock(turn)
             for engine in turn.engines():
                 starting.on_clock(turn, engine)
                 ending.on_clock(turn, engine)
                 judging.on_clock(turn, engine)
         case What.POLL:
+            telemetry.on_poll(turn)
             for engine in turn.engines():
                 _poll(turn, engine)
         case _:
@@ -210,6 +204,22 @@ HANDLERS: Final[Mapping[type[EngineObservation], Callable[[Turn, Engine, Any], N
     Exited: ending.on_exited,
     Swept: ending.on_swept,
 }
+
+
+NODE_HANDLERS: Final[Mapping[type, Callable[[Turn, Any], None]]] = {
+    Booted: _boot,
+    Due: _due,
+    Requested: requests.on_requested,
+    Reconfigured: requests.on_reconfigured,
+    EndRequested: requests.on_end_requested,
+    WindowOpened: _open_window,
+    GpusSwept: gpus.on_swept,
+    GpuHelperEnded: telemetry.on_ended,
+    XidSeen: gpus.on_xid,
+    PersistenceSet: persistence.on_set,
+    GpuRequested: requests.on_gpu_requested,
+}
+"""What is about the node; everything else is about one engine."""
 
 
 def _announce(turn: Turn) -> None:

@@ -44,7 +44,7 @@ _WORDS: Final = {"on": True, "off": False}
 def wanted(gpu: Gpu, spec: GpuSpec) -> tuple[bool | None, str]:
     """What a GPU's persistence mode should be (None: leave it), and why. The most exact override holds."""
     word: str = spec.persistence
-    why = "persistence"
+    why = f'gpu.persistence = "{word}"'
     overrides = spec.persistence_override
     exact = [name for name in overrides if name == gpu.uuid]
     exact += [name for name in overrides if ":" in name and gpu_inventory.normal_pci_id(name) == gpu.pci_id]

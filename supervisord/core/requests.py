@@ -6,8 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from supervisord.core import admission, ending
-from supervisord.core.messages import Answer, EndRequested, Op, Reconfigured, Reply, Requested, Severity, Sweep
+from supervisord.core import admission, ending, gpu_inventory, gpus, telemetry
+from supervisord.core.messages import (
+    Answer,
+    EndRequested,
+    GpuOp,
+    GpuRequested,
+    Op,
+    Reconfigured,
+    Reply,
+    Requested,
+    Severity,
+    Sweep,
+)
 from supervisord.core.model import (
     After,
     Backoff,
@@ -177,6 +188,31 @@ OPS: Final[Mapping[Op, Callable[[Turn, Engine, Requested], None]]] = {
 }
 
 
+def on_gpu_requested(turn: Turn, seen: GpuRequested) -> None:
+    """Answer a request about GPUs."""
+    node = turn.node
+    if telemetry.off(node):
+        text = f"cannot {seen.op.value} GPUs: this machine has no NVIDIA driver, and no engine needs one"
+        turn.do(Reply(seen.request, Answer.REFUSED, text))
+        return
+    if seen.op is GpuOp.RELEASE:
+        on = [engine.spec.name for engine in turn.engines() if engine.live and engine.spec.gpus]
+        text = f"NVML is closed for {telemetry.RELEASE_S / 60:g} min, so that a GPU can be reset"
+        if on:
+            text += f"; running engines keep their GPUs open: {', '.join(on)}"
+        telemetry.release(turn)
+        turn.record("gpu_released", None, f"{text} (by {seen.actor})", severity=Severity.NOTICE, actor=seen.actor)
+        turn.do(Reply(seen.request, Answer.ACCEPTED, text))
+        return
+    gpu = gpu_inventory.find(node.gpus, seen.gpu or "")
+    if gpu is None:
+        known = ", ".join(gpu_inventory.label(one) for one in node.gpus.values()) or "none"
+        text = f"cannot clear GPU {seen.gpu}: it is not known (known: {known})"
+        turn.do(Reply(seen.request, Answer.UNKNOWN_ENGINE, text))
+        return
+    turn.do(Reply(seen.request, Answer.ACCEPTED, gpus.clear(turn, gpu, seen.actor)))
+
+
 def on_end_requested(turn: Turn, seen: EndRequested) -> None:
     """The daemon ends: every engine too (plain launcher). Asked again: without waiting for anything."""
     again = turn.node.ending
@@ -185,6 +221,8 @@ def on_end_requested(turn: Turn, seen: EndRequested) -> None:
     turn.record("daemon_ending", None, f"ending ({seen.cause}){': at once' if again else ''}", severity=Severity.NOTICE)
     for engine in turn.engines():
         match engine.phase:
+            case Stopping(gone_at=float()):
+                ending.conclude(turn, engine, engine.phase)
             case Stopping(exited=False, sweeping=False) | Draining() if again:
                 ending.kill(turn, engine, After.STOP, cause)
             case Stopping() | Draining(after=After.STOP) | Failed() | Stopped():
@@ -201,6 +239,8 @@ def on_reconfigured(turn: Turn, seen: Reconfigured) -> None:
     for name, text in changes(old, new, seen.plan_ids).items():
         turn.record("reconfigured", turn.engine(name), f"{name}: {text}", severity=Severity.NOTICE)
     turn.node = replace(turn.node, spec=new, config_error=None)
+    if not telemetry.needed(turn) and any(engine.gpus for engine in new.engines.values()):
+        telemetry.boot(turn, nvidia=True)
     cause = Reason("reload", f"the configuration was reloaded by {seen.actor}")
     for engine in turn.engines():
         if engine.spec.name not in new.engines:

@@ -58,9 +58,9 @@ class GpuSpec:
     """`[gpu]`: what is done to the GPUs of the machine."""
 
     persistence: Literal["auto", "on", "off", "leave"] = key(
-        "persistence mode: auto = by generation and class of each GPU", "auto", pending=True
+        "persistence mode: auto = by generation and class of each GPU", "auto"
     )
-    persistence_override: Mapping[str, str] = key("persistence mode by UUID, PCI id or name glob", _EMPTY, pending=True)
+    persistence_override: Mapping[str, str] = key("persistence mode by UUID, PCI id or name glob", _EMPTY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +128,7 @@ class SloSpec:
     """`[engine.X.slo]`: limits that alert and never restart."""
 
     ttft_p95_ms: float = key("95th percentile of the time to the first token", 500.0, low=0, high=3_600_000)
-    gpu_util_min_percent: float = key(
-        "GPU utilisation below this while requests wait; 0 = off", 0.0, low=0, high=100, pending=True
-    )
+    gpu_util_min_percent: float = key("GPU utilisation below this while requests wait; 0 = off", 0.0, low=0, high=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,7 @@ class EngineSpec:
     port: int = key("port that the engine listens on", low=1, high=65535)
     user: str | None = key("user that the engine runs as, when the daemon is root", None)
     autostart: bool = key("start the engine with the daemon", default=True)
-    profile: str = key("launch profile: auto, none or a name", "auto", pending=True)
+    profile: str = key("launch profile: auto, none or a name (docs/profiles.md)", "auto")
     replica_group: str | None = key("engines of one group are never all down by our own choice", None)
     api_key_file: str | None = key("file with the API key, given to the engine as VLLM_API_KEY", None)
     start_timeout_s: float = key("a start may stand still (no progress) for this long", 600.0, low=1, high=86400)

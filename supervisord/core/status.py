@@ -6,14 +6,18 @@ Every field is always there; None is unknown, never zero. Fields may be added, n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from supervisord.core import memory
+from supervisord.core import memory, telemetry
+from supervisord.core.gpu_inventory import capacity_bytes, of_engine
+from supervisord.core.gpu_samples import GpuProcess, GpuReading
 from supervisord.core.model import (
     Backoff,
     Draining,
     Engine,
+    Failed,
+    FailedKind,
     Gpu,
     LastExit,
     Node,
@@ -57,10 +61,18 @@ def of(node: Node, now: float, wall: float, stamp: Callable[[float], str]) -> di
             "since": clock(node.since),
             "launcher": node.launcher,
             "config_error": node.config_error,
+            "driver": node.telemetry.driver or None,
+            "gpu_trouble": _trouble(node),
         },
-        "engines": [_engine(engine, now, clock) for engine in node.engines.values()],
+        "engines": [_engine(engine, node, now, clock) for engine in node.engines.values()],
         "gpus": [_gpu(gpu, node) for gpu in node.gpus.values()],
     }
+
+
+def _trouble(node: Node) -> dict[str, str] | None:
+    """Why nothing is known of GPUs; None: they are seen, or there are none."""
+    trouble = telemetry.trouble(node)
+    return None if trouble is None else _reasons((trouble,))[0]
 
 
 def reasons(engine: Engine, now: float) -> tuple[Reason, ...]:
@@ -98,7 +110,7 @@ def _start_progress(engine: Engine, phase: Starting, now: float) -> str:
     return "; ".join(parts)
 
 
-def _engine(engine: Engine, now: float, clock: Clock) -> dict[str, Any]:
+def _engine(engine: Engine, node: Node, now: float, clock: Clock) -> dict[str, Any]:
     spec, phase, sample = engine.spec, engine.phase, engine.sample
     # What a process that is gone said last would be read as the present.
     seen = sample if engine.process is not None else None
@@ -124,13 +136,11 @@ def _engine(engine: Engine, now: float, clock: Clock) -> dict[str, Any]:
         **_work(seen, now),
         **_service(engine),
         "memory": {
-            "gpu_mib": None,
-            "host_mib": _number(seen.host_bytes / _MIB, 1)
-            if seen is not None and seen.host_bytes is not None
-            else None,
-            "gpu_creep_mib_per_h": None,
-            "host_creep_mib_per_h": _host_creep(engine),
-            "exhausted_in_s": _exhausted_in_s(engine, now),
+            "gpu_mib": _mib(engine.gpu_bytes) if engine.process is not None and not telemetry.trouble(node) else None,
+            "host_mib": _mib(seen.host_bytes) if seen is not None else None,
+            "gpu_creep_mib_per_h": _creep(engine, "gpu"),
+            "host_creep_mib_per_h": _creep(engine, "host"),
+            "exhausted_in_s": _exhausted_in_s(engine, node.gpus, now),
         },
         "warmup": _warmup(engine.warmup),
         "last_exit": _last_exit(engine.last_exit, clock),
@@ -184,19 +194,25 @@ def _last_exit(last: LastExit | None, clock: Clock) -> dict[str, Any] | None:
     }
 
 
-def _host_creep(engine: Engine) -> float | None:
+def _creep(engine: Engine, kind: str) -> float | None:
     """None while too little was seen of it, and while it is not ready."""
-    if engine.watch is None or engine.watch.host.trend is None or not isinstance(engine.phase, Ready):
-        return None
-    return _number(engine.watch.host.trend.slope_mib_per_h, 1)
-
-
-def _exhausted_in_s(engine: Engine, now: float) -> float | None:
-    """Seconds until its host memory ends at the pace of now."""
-    limit = engine.sample.host_limit_bytes if engine.sample is not None else None
     if engine.watch is None or not isinstance(engine.phase, Ready):
         return None
-    return _number(memory.exhausted_in_s(engine.watch.host, now, limit), 0)
+    trend = (engine.watch.gpu if kind == "gpu" else engine.watch.host).trend
+    return None if trend is None else _number(trend.slope_mib_per_h, 1)
+
+
+def _exhausted_in_s(engine: Engine, gpus: Mapping[str, Gpu], now: float) -> float | None:
+    """Seconds until its GPU memory or its host memory ends at the pace of now, whichever is sooner."""
+    seen = engine.watch
+    if seen is None or not isinstance(engine.phase, Ready):
+        return None
+    host = engine.sample.host_limit_bytes if engine.sample is not None else None
+    ends = (
+        memory.exhausted_in_s(seen.gpu, now, capacity_bytes(gpus, engine)),
+        memory.exhausted_in_s(seen.host, now, host),
+    )
+    return _number(min((end for end in ends if end is not None), default=None), 0)
 
 
 def _service(engine: Engine) -> dict[str, float | None]:
@@ -223,22 +239,54 @@ def _rank(rank: RankMetrics) -> dict[str, Any]:
 
 
 def _gpu(gpu: Gpu, node: Node) -> dict[str, Any]:
-    names = {gpu.uuid, str(gpu.index)}
+    reading = gpu.reading if gpu.absent_since is None and telemetry.trouble(node) is None else None
+    seen = reading if reading is not None else GpuReading(gpu.uuid, gpu.pci_id, gpu.index or 0)
+    found = gpu.reasons if gpu.quarantine is None else (gpu.quarantine, *gpu.reasons)
+    engines = [e for e in node.engines.values() if any(g.uuid == gpu.uuid for g in of_engine(node.gpus, e))]
+    stuck = [e.spec.name for e in engines if isinstance(e.phase, Failed) and e.phase.kind is FailedKind.UNKILLABLE]
+    if stuck:
+        found = (*found, Reason("unkillable", f"processes of engine {stuck[0]} on it cannot be ended"))
+    if gpu.absent_since is not None and gpu.quarantine is None:
+        found = (Reason("gpu_missing", "it does not answer"), *found)
     return {
         "uuid": gpu.uuid,
         "index": gpu.index,
         "name": gpu.name or None,
         "generation": gpu.generation or None,
         "class": gpu.kind or None,
-        "memory_total_mib": _number(gpu.memory_total_mib, 1),
-        "memory_used_mib": _number(gpu.memory_used_mib, 1),
-        "energy_j": _number(gpu.energy_j, 1),
-        "persistence": {"wanted": None, "actual": None, "why": None},
-        "health": "degraded" if gpu.quarantined or gpu.reasons else "ok",
-        "quarantined": gpu.quarantined,
-        "reasons": _reasons(gpu.reasons),
-        "engines": [e.spec.name for e in node.engines.values() if not names.isdisjoint(e.spec.gpus)],
+        "pci_id": gpu.pci_id or None,
+        "memory_total_mib": _mib(seen.total_bytes),
+        "memory_used_mib": _mib(seen.used_bytes),
+        "memory_free_mib": _mib(seen.free_bytes),
+        "energy_j": _number(seen.energy_j, 1),
+        "temperature_c": _number(seen.temperature_c, 1),
+        "power_w": _number(seen.power_w, 1),
+        "utilization_percent": _number(seen.utilization_percent, 1),
+        "persistence": {
+            "wanted": {None: "leave", True: "on", False: "off"}[gpu.persistence.wanted] if reading else None,
+            "actual": None if seen.persistence is None else ("on" if seen.persistence else "off"),
+            "why": gpu.persistence.told or gpu.persistence.why or None,
+        },
+        "health": "degraded" if found else "ok",
+        "quarantined": gpu.quarantine is not None or bool(stuck),
+        "reasons": _reasons(found),
+        "xids": dict(gpu.xids),
+        "processes": None if seen.processes is None else [_gpu_process(process) for process in seen.processes],
+        "engines": [engine.spec.name for engine in engines],
     }
+
+
+def _gpu_process(process: GpuProcess) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "name": process.name or None,
+        "memory_mib": _mib(process.used_bytes),
+        "engine": process.engine,
+    }
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else _number(size / _MIB, 1)
 
 
 def _reasons(found: tuple[Reason, ...]) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from supervisord.core.memory import UNSEEN, MemoryWatch, observed
 from supervisord.core.samples import Histogram, Odometer, RankMetrics, Sample
-from supervisord.core.spec import EngineSpec, ProbeSpec, RestartSpec
+from supervisord.core.spec import EngineSpec, ProbeSpec, RestartSpec, SloSpec
 
 WINDOW_S: Final = 300.0
 """Percentiles and rates are taken over this sliding window."""
@@ -97,7 +97,9 @@ class Watch:
     points: tuple[Point, ...] = ()
     host: MemoryWatch = UNSEEN
     gpu: MemoryWatch = UNSEEN
-    """Nothing feeds it yet."""
+    """Memory of its processes on GPUs, from sweeps."""
+    idle_since: float | None = None
+    """Since when requests wait while its GPUs are hardly used (`slo.gpu_util_min_percent`)."""
 
 
 def renewed(old: Watch, now: float) -> Watch:
@@ -147,6 +149,15 @@ def memory_looked(watch: Watch, sample: Sample, spec: RestartSpec, *, baseline_b
         return watch
     at = sample.host_at if sample.host_at is not None else sample.at
     return replace(watch, host=observed(watch.host, at, sample.host_bytes, baseline_bytes, spec))
+
+
+def utilization_looked(watch: Watch, sample: Sample, percent: float | None, spec: SloSpec) -> Watch:
+    """Remember whether requests wait while the GPUs idle; unknown says nothing."""
+    if percent is None or sample.waiting is None:
+        return watch
+    idle = sample.waiting > 0 and percent < spec.gpu_util_min_percent
+    since = watch.idle_since if watch.idle_since is not None else sample.at
+    return watch if not idle and watch.idle_since is None else replace(watch, idle_since=since if idle else None)
 
 
 def blocks_looked(watch: Watch, sample: Sample, *, low: bool | None) -> Watch:

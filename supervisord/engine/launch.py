@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from supervisord.config_problems import HIDDEN, Parts, locate, looks_secret, path_text, without_password
@@ -20,7 +20,9 @@ from supervisord.config_world import KEY_FILE_MAX_BYTES, key_status_problem, mod
 from supervisord.core.model import LaunchPlan
 from supervisord.core.spec import EngineSpec, FlagValue
 from supervisord.engine import launch_env
+from supervisord.engine.flags import FlagSet
 from supervisord.engine.launch_env import Variable
+from supervisord.engine.launch_flags import NOTHING_KNOWN, Knowledge, Settled, settle
 from supervisord.engine.version import installed_version, interpreter, resolve_program, supports
 
 _PROBED: Final = "/health,/metrics,/ping,/load"
@@ -42,10 +44,14 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan with the origin of every part. `inherited` and `left_out` are names of environment variables."""
+    """A plan with the origin of every part. `inherited` and `left_out` are names of environment variables.
+
+    `flags`: what the profile and the checks of the flags came to.
+    """
 
     plan: LaunchPlan
     version: str | None
+    flags: Settled
     command: tuple[Fact, ...]
     environment: tuple[Fact, ...]
     inherited: tuple[str, ...]
@@ -54,38 +60,48 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Some words of the command line, and the key or the reason behind them."""
+    """Some words of the command line, and the key behind them, or where else they come from."""
 
     words: tuple[str, ...]
     key: Parts | None = None
-    why: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
     plan: LaunchPlan
     version: str | None
+    flags: Settled
     words: tuple[_Words, ...]
     inherited: Mapping[str, str]
     variables: tuple[Variable, ...]
 
 
-def build_plan(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> LaunchPlan:
+def build_plan(
+    spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], known: Knowledge = NOTHING_KNOWN
+) -> LaunchPlan:
     """The launch plan of one engine. `as_root`: the daemon is root and switches to the engine's user."""
-    return _draft(spec, as_root=as_root, base_env=base_env).plan
+    return _draft(spec, as_root=as_root, base_env=base_env, known=known).plan
 
 
-def explain(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], origins: Mapping[str, str]) -> Explanation:
+def explain(
+    spec: EngineSpec,
+    *,
+    as_root: bool,
+    base_env: Mapping[str, str],
+    origins: Mapping[str, str],
+    known: Knowledge = NOTHING_KNOWN,
+) -> Explanation:
     """The same plan, with the origin of every part. `origins`: the file behind each key, as `config.load` gives it."""
-    draft = _draft(spec, as_root=as_root, base_env=base_env)
+    draft = _draft(spec, as_root=as_root, base_env=base_env, known=replace(known, origins=origins))
     command = tuple(
-        Fact(_what(part), shlex.join(part.words), _origin(spec, part.key, part.why, origins)) for part in draft.words
+        Fact(_what(part), shlex.join(part.words), _origin(spec, part.key, part.source, origins)) for part in draft.words
     )
     environment = tuple(
         Fact(
             variable.name,
             HIDDEN if looks_secret(variable.name) else without_password(variable.value),
-            _origin(spec, variable.key, variable.why, origins),
+            _origin(spec, variable.key, f"supervisor: {variable.why}", origins),
         )
         for variable in {variable.name: variable for variable in draft.variables}.values()
     )
@@ -93,6 +109,7 @@ def explain(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], ori
     return Explanation(
         plan=draft.plan,
         version=draft.version,
+        flags=draft.flags,
         command=command,
         environment=environment,
         inherited=tuple(sorted(set(draft.inherited) - set_here)),
@@ -103,8 +120,7 @@ def explain(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], ori
 def flag_words(name: str, value: FlagValue) -> tuple[str, ...]:
     """A flag of the configuration as words of a command line.
 
-    False becomes `--no-NAME`, which not every flag of every release has: a check against the installed vLLM belongs
-    where this is called.
+    False becomes `--no-NAME`, which not every flag of every release has: flag_checks.py says so.
     """
     if isinstance(value, bool):
         return (f"--{name}",) if value else (f"--no-{name}",)
@@ -117,7 +133,7 @@ def flag_words(name: str, value: FlagValue) -> tuple[str, ...]:
 # --- the draft --------------------------------------------------------------------------------------------------------
 
 
-def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> _Draft:
+def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], known: Knowledge) -> _Draft:
     errors: list[str] = []
     user = (spec.user or ENGINE_USER) if as_root else None
     who = own_account() if user is None else account(user)
@@ -127,13 +143,15 @@ def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> _
     path = launch_env.search_path(spec, base_env)
     program = resolve_program(spec.command[0], path)
     version = installed_version(spec.command, path)
+    flags = settle(spec, version, known)
     words = (
         _Words((program or spec.command[0], *spec.command[1:]), ("command",)),
         _Words((spec.model,), ("model",)),
         _Words(("--host", spec.host), ("host",)),
         _Words(("--port", str(spec.port)), ("port",)),
+        *(_Words(flag_words(name, value), None, at.source) for name, (value, at) in flags.choice.args.items()),
         *(_Words(flag_words(name, value), ("args", name)) for name, value in spec.args.items()),
-        *_own_flags(spec, version),
+        *_own_flags(spec, version, flags.flags),
     )
     variables = list(launch_env.contributed(spec, base_env, who=who, program=program, version=version))
     key = None
@@ -142,6 +160,7 @@ def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> _
         if key is not None:
             variables.append(Variable("VLLM_API_KEY", key, key=("api_key_file",)))
     errors += _errors(spec, who, program, path)
+    errors += map(str, flags.problems)
     kept = launch_env.inherited(base_env, other_user=who.uid != os.geteuid())
     plan = LaunchPlan(
         engine=spec.name,
@@ -150,27 +169,35 @@ def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str]) -> _
         user=user,
         host=spec.host,
         port=spec.port,
-        plan_id=_plan_id(spec, user, key),
+        plan_id=_plan_id(spec, user, key, known),
         errors=tuple(errors),
         api_key=key,
     )
-    return _Draft(plan, version, words, kept, tuple(variables))
+    return _Draft(plan, version, flags, words, kept, tuple(variables))
 
 
-def _own_flags(spec: EngineSpec, version: str | None) -> Iterator[_Words]:
-    if supports(version, "shutdown_timeout") and "shutdown-timeout" not in spec.args:
+def _own_flags(spec: EngineSpec, version: str | None, flags: FlagSet | None) -> Iterator[_Words]:
+    """What the supervisor adds if this vLLM has it: as its help text says, or the table of releases."""
+    name = "shutdown-timeout"
+    if _has(flags, name, version, "shutdown_timeout") and name not in spec.args:
         seconds = int(max(1, min(spec.drain_timeout_s, spec.stop_timeout_s - _KILL_MARGIN_S)))
-        yield _Words(("--shutdown-timeout", str(seconds)), why="requests in flight may finish when it stops")
+        why = "supervisor: requests in flight may finish when it stops"
+        yield _Words((f"--{name}", str(seconds)), None, why)
     name = "disable-access-log-for-endpoints"
-    if supports(version, "access_log_endpoints") and name not in spec.args:
-        yield _Words((f"--{name}", _PROBED), why="its own probes would fill the log")
+    if _has(flags, name, version, "access_log_endpoints") and name not in spec.args:
+        yield _Words((f"--{name}", _PROBED), None, "supervisor: its own probes would fill the log")
 
 
-def _plan_id(spec: EngineSpec, user: str | None, key: str | None) -> str:
+def _has(flags: FlagSet | None, name: str, version: str | None, capability: str) -> bool:
+    return supports(version, capability) if flags is None else flags.get(name) is not None
+
+
+def _plan_id(spec: EngineSpec, user: str | None, key: str | None, known: Knowledge) -> str:
     """Identity of what the operator asked for.
 
     What the supervisor adds by itself, what is inherited, and the installed version stay out: after an upgrade of the
-    supervisor, or a change of a time limit that it enforces itself, running engines must not be restarted.
+    supervisor, or a change of a time limit that it enforces itself, running engines must not be restarted. The same
+    holds for shipped profiles and for the GPUs that they go by, which are not known at every time.
     """
     parts: list[Any] = [
         spec.command,
@@ -184,6 +211,8 @@ def _plan_id(spec: EngineSpec, user: str | None, key: str | None) -> str:
         spec.gpus,
         spec.profile,
     ]
+    if known.profiles is not None and (own := known.profiles.identity(spec)) is not None:
+        parts.append(own)
     text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -255,8 +284,8 @@ def _what(part: _Words) -> str:
     return part.words[0].partition("=")[0]
 
 
-def _origin(spec: EngineSpec, key: Parts | None, why: str, origins: Mapping[str, str]) -> str:
+def _origin(spec: EngineSpec, key: Parts | None, source: str, origins: Mapping[str, str]) -> str:
     if key is None:
-        return f"supervisor: {why}"
+        return source
     file, at = locate(origins, ("engine", spec.name, *key))
     return f"config: {file}: {path_text(at)}" if path_text(at) in origins else "default"

@@ -75,7 +75,7 @@ def contributed(
     """What the supervisor and the operator set; of two variables with one name the later holds."""
     why = "the program's own tools first, CUDA's last"
     key = ("env", "PATH") if "PATH" in spec.env else None
-    yield Variable("PATH", _path(search_path(spec, base), program), why, key)
+    yield Variable("PATH", program_path(search_path(spec, base), program), why, key)
     other_user = who.uid != os.geteuid()
     # A system service has no HOME, and caches of models and compilers are placed below it.
     for name, value in (("HOME", who.home), ("USER", who.name), ("LOGNAME", who.name), ("SHELL", who.shell)):
@@ -114,7 +114,7 @@ def _devices(spec: EngineSpec) -> Iterator[Variable]:
         yield Variable("CUDA_VISIBLE_DEVICES", "", "an engine without gpus must not touch any")
 
 
-def _path(base: str, program: str | None) -> str:
+def program_path(base: str, program: str | None) -> str:
     """`base` with the directory of the program in front (its compilers and ninja) and CUDA's at the end."""
     first = [os.path.dirname(os.path.realpath(program))] if program is not None else []  # noqa: PTH120 (text)
     last = [CUDA_BIN] if os.path.isdir(CUDA_BIN) else []  # noqa: PTH112 (text)

@@ -77,6 +77,9 @@ class Launcher(Protocol):
     def members(self, engine: str) -> tuple[int, ...]:
         """Pids of the living processes of the engine."""
 
+    def whose(self, pid: int) -> tuple[str, int] | None:
+        """Engine and generation of a process; of a dead one too, if it was asked for while it lived. On any thread."""
+
     def host_bytes(self, engine: str) -> int | None:
         """Anonymous host memory of the engine."""
 

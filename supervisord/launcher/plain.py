@@ -33,6 +33,8 @@ SWEEP_S: Final = 5.0
 _CENSUS_S: Final = 1.0
 """Samples of several engines share a census of this age."""
 
+_OWNERS_MAX: Final = 1000
+
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
@@ -53,6 +55,8 @@ class PlainLauncher:
         self._on_exit = on_exit
         self._on_trouble = on_trouble
         self._entries: dict[str, Entry] = {}
+        self._owners: dict[int, tuple[int, tuple[str, int] | None]] = {}
+        """By pid: its start time and whose it is."""
         self._census = Census(-_CENSUS_S, {}, whole=False)
         identities, log_dir = state_dir / "identity", state_dir / "logs"
         try:
@@ -197,6 +201,27 @@ class PlainLauncher:
         if entry is None or entry.ended:
             return ()
         return tuple(stat.pid for stat in self._family(entry, procfs.census(), everywhere=False).members)
+
+    def whose(self, pid: int) -> tuple[str, int] | None:
+        """Engine and generation of a process; NVML lists one for a moment longer than it lives."""
+        stat = procfs.read_stat(pid)
+        if stat is None or not stat.alive:
+            return self._owners.get(pid, (0, None))[1]
+        ticks, owner = self._owners.get(pid, (-1, None))
+        if ticks != stat.start_ticks:
+            if len(self._owners) >= _OWNERS_MAX:
+                self._owners.clear()
+            owner = self._owner(stat)
+            self._owners[pid] = (stat.start_ticks, owner)
+        return owner
+
+    def _owner(self, stat: Stat) -> tuple[str, int] | None:
+        """By the marks that it was started with; those in another user's process prove nothing."""
+        marks = family.read_marks(stat, self._state_dir)
+        entry = self._entries.get(marks.engine) if marks is not None else None
+        if marks is None or entry is None or procfs.uid_of(stat.pid) != entry.record.uid:
+            return None
+        return marks.engine, entry.generation if marks.generation == entry.record.generation else marks.generation
 
     def host_bytes(self, engine: str) -> int | None:
         """Anonymous host memory of the engine, None when nothing of it lives."""

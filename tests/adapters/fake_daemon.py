@@ -13,7 +13,7 @@ from typing import Any, final
 from supervisord.control.routes import EventPage, InJournal, LogChunk, Reloaded
 from supervisord.control.server import ControlServer
 from supervisord.core import status
-from supervisord.core.messages import Answer, Op
+from supervisord.core.messages import Answer, GpuOp, Op
 from supervisord.core.model import Engine, Gpu, Node, Phase, Process, Ready, Stopped
 from supervisord.core.spec import EngineSpec, NodeSpec
 
@@ -49,6 +49,7 @@ class FakeDaemon:
         self.stories: dict[str, dict[str, Any]] = {}
         self.no_history: Exception | None = None
         self.requests: list[tuple[Op, str, bool, str]] = []
+        self.gpu_requests: list[tuple[GpuOp, str | None, str]] = []
         self.reloads: list[str] = []
         self.errors: list[tuple[str, Exception]] = []
         self.waits = 0
@@ -111,6 +112,12 @@ class FakeDaemon:
             raise self.answer
         if self.script:
             self.script.pop(0)(self)
+        return self.answer
+
+    def gpu_request(self, op: GpuOp, gpu: str | None, actor: str) -> tuple[Answer, str]:
+        self.gpu_requests.append((op, gpu, actor))
+        if isinstance(self.answer, Exception):
+            raise self.answer
         return self.answer
 
     def reload(self, actor: str) -> Reloaded:

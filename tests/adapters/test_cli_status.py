@@ -18,6 +18,7 @@ import pytest
 
 from supervisord.cli import main, render
 from supervisord.core import status
+from supervisord.core.memory import MemoryWatch, Trend
 from supervisord.core.model import (
     After,
     Backoff,
@@ -42,7 +43,9 @@ from supervisord.core.model import (
     Warming,
 )
 from supervisord.core.spec import NodeSpec
+from supervisord.core.watch import Watch
 from tests.adapters.fake_daemon import FakeDaemon, engine, stamp
+from tests.adapters.fake_gpus import GIB, IDLE, MIXED, SOUND
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 NOW = 100_000.0
@@ -101,21 +104,31 @@ TROUBLE = [
     ),
 ]
 LONG = [replace(e, spec=replace(e.spec, name=f"{'engine-with-a-very-long-na'}{i:06}")) for i, e in enumerate(WELL)]
-GPUS = (
-    Gpu(
-        "GPU-aaaa", 0, "NVIDIA H200", reasons=(Reason("xid_79", "the GPU has fallen off the bus: drain, then reboot"),)
+ON_GPUS = [
+    at("qwen", Ready(), 11_520, sample=SEEN, gpus=(SOUND.uuid,), devices=(SOUND.uuid,), gpu_bytes=int(58.1 * GIB)),
+    at(
+        "llama",
+        Ready((Reason("gpu_throttled", "GPU 2: it runs slower"),)),
+        400_000,
+        gpus=("2",),
+        gpu_bytes=int(21.9 * GIB),
+        watch=Watch(
+            NOW - 9000,
+            NOW,
+            gpu=MemoryWatch(trend=Trend(75.4, 70, 80, 75, 76, 2**34, 2**20, 7200), lows=((NOW - 60, 22 * GIB),)),
+        ),
     ),
-    Gpu("GPU-bbbb", 1, "NVIDIA H200"),
-    Gpu("GPU-cccc", quarantined=True),
-)
+    at("small", Waiting(Reason("gpu_missing", "there is no GPU 9"), NOW + 4), 12, generation=0, gpus=("9",)),
+]
 SCENES: dict[str, tuple[list[Engine], tuple[Gpu, ...], str | None]] = {
     "well": (WELL, (), None),
     "trouble": (
         TROUBLE,
-        GPUS,
+        (),
         "/etc/vllm-supervisor/config.toml: engine.qwen.port: cannot use 70000: it is more than 65535",
     ),
     "long": (LONG, (), None),
+    "gpus": (ON_GPUS, MIXED, None),
     "empty": ([], (), None),
 }
 
@@ -270,11 +283,11 @@ def test_json_holds_nothing_that_drives_a_terminal(daemon: FakeDaemon, capsys: p
 
 
 def test_one_engine_with_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeDaemon(tmp_path, engine("qwen", gpus=("GPU-bbbb",)), engine("llama"), gpus=GPUS) as daemon:
+    with FakeDaemon(tmp_path, engine("qwen", gpus=("1",)), engine("llama"), gpus=MIXED) as daemon:
         assert main(["status", "qwen", "--json", "--socket", daemon.socket]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [e["name"] for e in found["engines"]] == ["qwen"]
-    assert [g["uuid"] for g in found["gpus"]] == ["GPU-bbbb"]
+    assert [g["uuid"] for g in found["gpus"]] == [IDLE.uuid]
 
 
 def test_an_unknown_engine_is_5(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:

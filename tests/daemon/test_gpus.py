@@ -22,6 +22,10 @@ HUNG_S = 30
 """A sweep that hangs is given up after 5 s; two that hang one after the other are telemetry that does not answer."""
 
 
+OURS_ALONE = "nvmlDeviceGetPersistenceMode"
+"""A call that engines do not make: one that hangs for everybody would hang their starts too."""
+
+
 class GpuNode:
     """A machine with GPUs, and a daemon on it."""
 
@@ -174,8 +178,8 @@ def test_calls_that_never_return(node: Callable[..., GpuNode], tmp_path: Path) -
     one = node(["h200"], engine(tmp_path, "a", 0))
     one.daemon.start()
     one.daemon.wait_state("a", "ready")
-    one.box.fault("every", "hang 600")
-    one.box.gpu(0).fault("every", "hang 600")
+    one.box.gpu(0).fault(OURS_ALONE, "hang 600")
+    one.box.set(release_ms=0)  # which is counted from the first look after a death: nobody looks now
     wait_until(
         lambda: (one.daemon.status()["supervisor"]["gpu_trouble"] or {}).get("code") == "gpu_telemetry_unresponsive",
         HUNG_S + DEADLINE_S,
@@ -195,9 +199,9 @@ def test_telemetry_comes_back(node: Callable[..., GpuNode], tmp_path: Path) -> N
     one = node(["h200"], engine(tmp_path, "a", 0))
     one.daemon.start()
     one.daemon.wait_state("a", "ready")
-    one.box.gpu(0).fault("every", "hang 600")
+    one.box.gpu(0).fault(OURS_ALONE, "hang 600")
     one.daemon.wait_event("gpu_probe_hangs", timeout_s=HUNG_S)
-    one.box.gpu(0).fault("every", None)
+    one.box.gpu(0).fault(OURS_ALONE, None)
     swept = len(one.daemon.events("gpu_probe_hangs"))
     wait_until(lambda: one.daemon.status()["supervisor"]["gpu_trouble"] is None, DEADLINE_S, "the next probe")
     assert len(one.daemon.events("gpu_probe_hangs")) == swept

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from supervisord.core.model import Reason
+from supervisord.core.gpu_inventory import label
+from supervisord.core.model import Gpu, Reason
 from supervisord.core.rules import Finding, Remedy
 from supervisord.core.samples import Histogram
 from supervisord.core.spec import EngineSpec
 from supervisord.core.watch import Point, Watch
 
 GARBAGE_TIMES: Final = 3
+PASSING: Final = frozenset({"gpu_first_look", "gpu_probe_hangs"})
+"""Why nothing is known of GPUs for a moment."""
+IDLE_FOR_S: Final = 60.0
 REQUESTS_MIN: Final = 10
 """A percentile of fewer requests is an anecdote."""
 
@@ -32,6 +37,34 @@ def slo(watch: Watch, spec: EngineSpec) -> Finding | None:
         return None
     text = f"time to first token p95 is {p95_ms:.0f} ms (ttft_p95_ms {limit_ms:g})"
     return Finding(Reason("slo", text), Remedy.TELL, {"ttft_p95_ms": round(p95_ms, 1), "limit_ms": limit_ms})
+
+
+def utilization_percent(gpus: Sequence[Gpu]) -> float | None:
+    """Of the busiest of an engine's GPUs; None if one is unknown."""
+    known = [gpu.reading.utilization_percent for gpu in gpus if gpu.reading is not None]
+    values = [value for value in known if value is not None]
+    return max(values) if values and len(values) == len(gpus) else None
+
+
+def idle_gpus(watch: Watch, spec: EngineSpec, now: float) -> Finding | None:
+    """Requests wait and the GPUs are hardly used: something else is the bottleneck."""
+    if watch.idle_since is None or now - watch.idle_since < IDLE_FOR_S:
+        return None
+    limit = spec.slo.gpu_util_min_percent
+    text = f"requests have waited for {now - watch.idle_since:.0f} s while its GPUs are used less than {limit:g} %"
+    return Finding(Reason("gpu_idle", f"{text} (gpu_util_min_percent)"), Remedy.TELL, {"limit_percent": limit})
+
+
+def of_gpus(gpus: Sequence[Gpu], trouble: Reason | None) -> Iterator[Finding]:
+    """What is wrong with the GPUs of an engine, or why nobody knows."""
+    if trouble is not None and trouble.code not in PASSING:
+        yield Finding(trouble, Remedy.TELL, {})
+    told = set()
+    for gpu in gpus:
+        for reason in gpu.reasons:
+            if reason.code not in told:
+                told.add(reason.code)
+                yield Finding(Reason(reason.code, f"{label(gpu)}: {reason.message}"), Remedy.TELL, {"gpu": gpu.uuid})
 
 
 def ttft_p95_ms(points: tuple[Point, ...]) -> float | None:
