@@ -8,7 +8,7 @@ from typing import Final
 from supervisord.core import admission, gpu_inventory, policy, telemetry
 from supervisord.core.classify import SIGKILL, SIGNAL_NAMES, classify
 from supervisord.core.lifecycle import MEMORY_BACK_S
-from supervisord.core.messages import Abandon, Exited, Probe, Sampled, Severity, Sweep, Swept, Terminate
+from supervisord.core.messages import Abandon, Exited, KeepEvidence, Probe, Sampled, Severity, Sweep, Swept, Terminate
 from supervisord.core.model import (
     After,
     Backoff,
@@ -114,11 +114,19 @@ def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) 
     stop(turn, engine, phase.after, phase.cause)
 
 
-def kill(turn: Turn, engine: Engine, after: After, cause: Reason) -> None:
-    """End an engine without asking it: for one that cannot answer any more."""
-    turn.record(
-        "killing", engine, f"{engine.spec.name} is killed: {cause.message}", severity=Severity.WARNING, reason=cause
-    )
+def evidence_file(engine: Engine, code: str) -> str:
+    """Where KeepEvidence puts what it collects, seen from the state directory."""
+    return f"evidence/{engine.spec.name}.{engine.generation}.{code}.txt"
+
+
+def kill(turn: Turn, engine: Engine, after: After, cause: Reason, *, keep: bool = False) -> None:
+    """End an engine without asking it: for one that cannot answer any more. `keep` evidence of it before."""
+    numbers: dict[str, str] = {}
+    if keep and engine.launching is None:
+        turn.do(KeepEvidence(engine.spec.name, engine.generation, cause.code))
+        numbers["evidence"] = evidence_file(engine, cause.code)
+    text = f"{engine.spec.name} is killed: {cause.message}"
+    turn.record("killing", engine, text, severity=Severity.WARNING, reason=cause, **numbers)
     engine = _blamed(turn, engine, after, cause)
     turn.do(Abandon(engine.spec.name, engine.generation))
     phase = Stopping(after, cause, kill_at=turn.now, give_up_at=turn.now + UNKILLABLE_AFTER_S)

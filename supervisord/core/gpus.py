@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from supervisord.core import ending, gpu_kinds, persistence, telemetry, xids
 from supervisord.core.gpu_inventory import find, held, label, of_engine
 from supervisord.core.gpu_samples import GpuReading, GpuSweep
 from supervisord.core.memory import observed
-from supervisord.core.messages import GpusSwept, KeepEvidence, Severity, XidSeen
+from supervisord.core.messages import GpusSwept, Severity, XidSeen
 from supervisord.core.model import (
     After,
     Draining,
@@ -106,13 +106,13 @@ def as_seen(old: Gpu, new: GpuReading, sweep: GpuSweep) -> Gpu:
 
 def _judge(turn: Turn, gpu: Gpu, sweep: GpuSweep) -> None:
     """Quarantine what must not be used, tell what is worth knowing."""
-    if gpu.absent_since is not None:
-        if gpu.quarantine is None and sweep.at - gpu.absent_since >= ABSENT_FOR_S:
+    reading = gpu.reading
+    if reading is None or gpu.absent_since is not None:
+        if gpu.quarantine is None and sweep.at - (gpu.absent_since or sweep.at) >= ABSENT_FOR_S:
             remedy = xids.REMEDIES[XidClass.REBOOT]
             _quarantine(turn, gpu, Reason("gpu_lost", f"it does not answer any more: {remedy}"), at_once=True)
         return
-    reading = gpu.reading
-    if reading is not None and gpu.quarantine is None:
+    if gpu.quarantine is None:
         action = xids.RECOVERY.get(reading.recovery_action or 0)
         if action is not None:
             text = f"the driver asks for a recovery: {action.format(gpu=gpu.uuid)}"
@@ -120,11 +120,11 @@ def _judge(turn: Turn, gpu: Gpu, sweep: GpuSweep) -> None:
         elif reading.remap_failed:
             text = "it could not remap a broken row of its memory: have it replaced"
             _quarantine(turn, gpu, Reason("gpu_remap_failed", text), at_once=False)
-    _tell(turn, turn.node.gpus[gpu.uuid], sweep)
+    _tell(turn, turn.node.gpus[gpu.uuid], reading, sweep)
 
 
-def _tell(turn: Turn, gpu: Gpu, sweep: GpuSweep) -> None:
-    found = tuple(_wrong(gpu, sweep))
+def _tell(turn: Turn, gpu: Gpu, reading: GpuReading, sweep: GpuSweep) -> None:
+    found = tuple(_wrong(gpu, reading, sweep))
     before, now = ({reason.code for reason in reasons} for reasons in (gpu.reasons, found))
     for reason in found:
         if reason.code not in before:
@@ -138,11 +138,8 @@ def _tell(turn: Turn, gpu: Gpu, sweep: GpuSweep) -> None:
         put(turn, replace(gpu, reasons=found))
 
 
-def _wrong(gpu: Gpu, sweep: GpuSweep) -> Iterator[Reason]:
+def _wrong(gpu: Gpu, reading: GpuReading, sweep: GpuSweep) -> Iterator[Reason]:
     """What makes a GPU degraded, short of a quarantine."""
-    reading = gpu.reading
-    if reading is None:
-        return
     if gpu.throttled_since is not None and sweep.at - gpu.throttled_since >= THROTTLED_FOR_S:
         why = ", ".join(name for bit, name in THROTTLING.items() if (reading.clock_reasons or 0) & bit)
         heat = "" if reading.temperature_c is None else f", {reading.temperature_c:.0f} C"
@@ -178,6 +175,8 @@ def on_xid(turn: Turn, seen: XidSeen) -> None:
         text = f"{xids.name_of(seen.xid)}: {xids.REMEDIES[kind].format(gpu=gpu.uuid)}"
         _quarantine(turn, gpu, Reason("gpu_fault", text), at_once=True)
         return
+    if seen.xid == xids.RECOVERY_CHANGED:
+        telemetry.look_closely(turn)
     engine = _culprit(turn, seen)
     whose = "" if seen.pid is None else f" by pid {seen.pid}"
     if engine is not None:
@@ -225,9 +224,7 @@ def _quarantine(turn: Turn, gpu: Gpu, reason: Reason, *, at_once: bool) -> None:
             continue
         after = After.STOP if turn.node.ending or not engine.wanted else After.START
         if at_once:
-            if engine.launching is None:
-                turn.do(KeepEvidence(engine.spec.name, engine.generation, cause.code))
-            ending.kill(turn, engine, after, cause)
+            ending.kill(turn, engine, after, cause, keep=True)
         else:
             ending.stop(turn, engine, after, cause, at_once=False)
 
@@ -239,10 +236,13 @@ def clear(turn: Turn, gpu: Gpu, actor: str) -> str:
         turn.node = replace(turn.node, gpus={uuid: one for uuid, one in turn.node.gpus.items() if uuid != gpu.uuid})
     else:
         absent_since = None if gpu.absent_since is None else turn.now
-        put(turn, replace(gpu, quarantine=None, absent_since=absent_since))
+        # What a slow sweep saw before whatever was done since would quarantine it again.
+        unknown: dict[str, Any] = dict.fromkeys(_SLOW_FIELDS)
+        reading = gpu.reading and replace(gpu.reading, **unknown)
+        put(turn, replace(gpu, quarantine=None, absent_since=absent_since, reading=reading))
     text = f"{label(gpu)} is trusted again: cleared by {actor}"
     turn.record("gpu_cleared", None, text, severity=Severity.NOTICE, gpu=gpu.uuid, actor=actor)
-    telemetry.hasten(turn, turn.now)
+    telemetry.look_closely(turn)
     return text
 
 

@@ -110,7 +110,8 @@ def _sets_off(event: Event, kinds: set[str] | None) -> bool:
     if kind in {"exited", "leftover"}:
         return True
     if kinds is None:
-        return asked or kind in _FIRST
+        # Who waits for the first look at the GPUs, or for a neighbour, has met with nothing.
+        return asked or (kind in _FIRST and not (kind == "waiting" and event.severity is Severity.NOTICE))
     if kind == "requested" and event.reason == "start":
         return "stopped" in kinds and not kinds & _UP
     if asked or kind in _ENDINGS:

@@ -147,7 +147,10 @@ def _tell(turn: Turn, engine: Engine, phase: Ready, found: list[Finding], reason
 def _act(turn: Turn, engine: Engine, finding: Finding) -> None:
     name, reason = engine.spec.name, finding.reason
     text = f"{name}: {reason.message}: it is {DEEDS[finding.remedy]}"
-    turn.record("verdict", engine, text, severity=Severity.ERROR, reason=reason, **dict(finding.numbers))
+    numbers = dict(finding.numbers)
+    if finding.remedy in EVIDENCE_BEFORE:
+        numbers["evidence"] = ending.evidence_file(engine, reason.code)
+    turn.record("verdict", engine, text, severity=Severity.ERROR, reason=reason, **numbers)
     if finding.remedy in EVIDENCE_BEFORE:
         turn.do(KeepEvidence(name, engine.generation, reason.code))
     match finding.remedy:

@@ -192,11 +192,17 @@ def _numbers(scene: _Scene, incident: Incident) -> str:
     trigger = incident.trigger
     if trigger.kind == "exited" or "restarts_in_window" in trigger.numbers:
         return _budget(scene, incident)
-    told = [event for event in (trigger, *reversed(incident.before)) if event.generation == trigger.generation]
-    evidence = next((event.numbers for event in told if event.reason == trigger.reason and event.numbers), {})
+    told = _told(incident)
     return ", ".join(
-        f"{name} {_plain(value)}" for name, value in evidence.items() if name != "actor" and value is not None
+        f"{name} {_plain(value)}" for name, value in told.items() if name not in _NO_NUMBERS and value is not None
     )
+
+
+def _told(incident: Incident) -> Mapping[str, Number]:
+    """What was recorded with what set it off, or with the verdict just before that."""
+    trigger = incident.trigger
+    told = [event for event in (trigger, *reversed(incident.before)) if event.generation == trigger.generation]
+    return next((event.numbers for event in told if event.reason == trigger.reason and event.numbers), {})
 
 
 def _budget(scene: _Scene, incident: Incident) -> str:
@@ -224,6 +230,9 @@ def _done(scene: _Scene, incident: Incident) -> Iterator[Line]:
     for event in incident.events:
         trigger = event is incident.trigger
         text = _step(scene, event, trigger=trigger) if not trigger or event.kind in _TRIGGER_STEPS else ""
+        evidence = _told(incident).get("evidence") if trigger and text else None
+        if evidence is not None:
+            text += story_texts.EVIDENCE.format(file=evidence)
         if text:
             steps.append(Line("DONE", text, event.at))
     left_out = len(steps) - _STEPS_MAX
@@ -243,6 +252,7 @@ _STEPS: Final[Mapping[str, str]] = {
     "leftover": "to be taken over or ended",
     "removed": "forgotten: it is no longer configured",
 }
+_NO_NUMBERS: Final = frozenset({"actor", "evidence"})
 _TRIGGER_STEPS: Final = frozenset({"exited", "draining", "stopping", "killing", "restart"})
 
 
@@ -258,7 +268,7 @@ def _step(scene: _Scene, event: Event, *, trigger: bool) -> str:
             return f"generation {event.generation} started, pid {event.numbers.get('pid')}"
         case "killing" if trigger:
             return "SIGKILL to all of it"
-        case "requested" | "waiting" | "killing" | "drain_timeout":
+        case "requested" | "waiting" | "killing" | "drain_timeout" | "gpu_memory_stays":
             return _short(event.message.removeprefix(f"{scene.name} "))
         case kind:
             return _STEPS.get(kind, "")
@@ -319,6 +329,8 @@ def _to_do(scene: _Scene, incident: Incident | None) -> str:
             text = story_texts.HELD
         case Ready(reasons=()):
             text = _if_again(incident)
+        case Ready(reasons=reasons) if {reason.code for reason in reasons} <= story_texts.OF_GPUS:
+            text = story_texts.DEGRADED_GPUS
         case Ready():
             text = story_texts.DEGRADED
         case _:

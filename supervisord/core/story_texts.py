@@ -15,7 +15,8 @@ RULES: Final[Mapping[str, str]] = {
     "gpu_creep": "its GPU memory grows without end",
     "host_creep": "its host memory grows without end",
     "kv_shortfall": "its KV pool is far smaller than at its last good start",
-    "gpu_fault": "its GPU is faulty",
+    "gpu_fault": "its GPU is faulty: nothing is started there until an operator clears it (gpu clear)",
+    "wrong_gpu": "it may use only the GPUs that it is configured for",
     "start_timeout": "a start has to make progress, and to end some time",
     "warmup_failed": "warmup.on_failure is restart, and the warm-up failed",
     "warmup_timeout": "warmup.on_failure is restart, and the warm-up did not end",
@@ -54,9 +55,9 @@ GATES: Final[Mapping[str, str]] = {
     "port_held": "end what holds the port, or give the engine another `port` and reload; it goes on by itself",
     "gpu_memory_held": "end what holds the memory; it goes on by itself",
     "disk_full": "free some space; it goes on by itself",
-    "driver_not_ready": "look at: nvidia-smi; it goes on by itself",
+    "driver_not_ready": "look at: vllm-supervisor gpu, and nvidia-smi; it goes on by itself",
     "gpu_missing": "look at: nvidia-smi -L; it goes on by itself",
-    "gpu_quarantined": "look at: vllm-supervisor gpu",
+    "gpu_quarantined": "mend it as NOW says, then: vllm-supervisor gpu clear GPU; how it is: vllm-supervisor gpu",
 }
 WAIT: Final = "nothing: it goes on by itself"
 FOLLOW: Final = "nothing yet: vllm-supervisor status {name} --watch"
@@ -64,6 +65,16 @@ BACKOFF: Final = f"nothing yet, it is started again by itself; what it said: {LO
 START: Final = "when it is wanted again: vllm-supervisor start {name}"
 HELD: Final = "back into traffic: vllm-supervisor start {name}"
 DEGRADED: Final = f"it serves, but NOW says what is wrong; its log: {LOG}"
+OF_GPUS: Final = frozenset(
+    {
+        *("gpu_throttled", "gpu_remap_pending", "gpu_released", "gpu_telemetry_unresponsive", "gpu_idle"),
+        *("driver_no_permission", "driver_not_loaded", "driver_no_library", "driver_mismatch", "driver_unknown"),
+        "driver_error",
+    }
+)
+"""Reasons of `degraded` that lie in its GPUs, not in the engine."""
+DEGRADED_GPUS: Final = "it serves, but NOW says what is wrong with its GPUs: vllm-supervisor gpu"
+EVIDENCE: Final = "; evidence, in the state directory: {file}"
 WELL: Final = "nothing"
 AGAIN: Final = f"nothing; if it happens again: {LOG}"
 SLOW_START: Final = f"nothing; if it happens again: {LOG}, and raise start_timeout_s if it is only slow"

@@ -120,6 +120,12 @@ def hasten(turn: Turn, at: float) -> None:
         turn.node = replace(turn.node, telemetry=replace(telemetry, next_at=at))
 
 
+def look_closely(turn: Turn) -> None:
+    """Have a slow sweep as soon as can be."""
+    turn.node = replace(turn.node, telemetry=replace(turn.node.telemetry, slow_at=turn.now))
+    hasten(turn, turn.now)
+
+
 def on_poll(turn: Turn) -> None:
     """The regular time for a sweep."""
     hasten(turn, turn.now)

@@ -55,6 +55,7 @@ NAMES: Final = {
     154: "recovery action changed",
 }
 
+RECOVERY_CHANGED: Final = 154
 RECOVERY: Final = {
     1: "reset it (vllm-supervisor gpu release, then nvidia-smi --gpu-reset -i {gpu})",
     2: "reboot the machine",

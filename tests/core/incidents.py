@@ -9,6 +9,10 @@
     > says KEY=JSON ...           what looks see from now on (see Says)
     > does KEY=JSON ...           how its processes start and end from now on (see Does)
     > because TEXT                what they say about it: last line of output, message of a gate, refusal of a warm-up
+    > gpus KEY=JSON ...           how the GPUs are from now on, and the probe that looks at them (see Gpus)
+    > xid NUMBER KEY=JSON ...     the driver reports a fault (gpu=, source=, mine=true: of a process of this engine)
+    > gpu OP NAME                 an operator asks of GPUs: clear GPU-0, release
+    > window SECONDS              the maintenance window opens for so long
     > pass SECONDS                polls every 5 s, deadlines, canaries and closer looks
     > exits CODE                  the main process ends; -9: by SIGKILL
     > asks OP                     an operator asks: start, stop, restart, drain, reset
@@ -31,16 +35,24 @@ from dataclasses import dataclass, replace
 from itertools import count, groupby
 from typing import Any, Final
 
+from supervisord.core.gpu_samples import GpuProcess, GpuReading, GpuSweep
 from supervisord.core.messages import (
     Action,
+    Booted,
     CanaryEnded,
     Due,
     Exited,
     GateClosed,
+    GpuHelperEnded,
+    GpuOp,
+    GpuRequested,
+    GpusSwept,
+    KillGpuHelper,
     Launch,
     MeasureProgress,
     Observation,
     Op,
+    PersistenceSet,
     PortAnswered,
     PortForeign,
     Probe,
@@ -51,24 +63,32 @@ from supervisord.core.messages import (
     Requested,
     Sampled,
     SendCanary,
+    SetPersistence,
     Spawned,
+    StartGpuHelper,
     Sweep,
+    SweepGpus,
     Swept,
     Terminate,
     WarmedUp,
     WarmUp,
     WatchPort,
     What,
+    WindowOpened,
+    XidSeen,
 )
 from supervisord.core.model import Progress, Reason, Sample, State, Warmup
+from supervisord.core.spec import GpuSpec
 from tests.core.looks import page, rank, spec
-from tests.core.play import GOOD, T0, Play, launching, node_spec, process
+from tests.core.play import GOOD, T0, Play, card, holds, launching, new_node, node_spec, process
 
 POLL_S = 5.0
 TIMEOUT_S = 15.0
 MIB: Final = 1024**2
 FOLDED_FROM: Final = 4
 """So many equal lines in a row are written as one."""
+ROUTINE: Final = Probe | SendCanary | WatchPort | WarmUp | MeasureProgress | SweepGpus
+"""Not written down."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,41 @@ class Does:
     remain_s: float = 0
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """How the GPUs are: GPU-0, GPU-1, ... of 80 GiB each; processes of the engine are on those that it was given.
+
+    `own`, `foreign`: GiB that its processes (on each of its GPUs) and somebody else's (on GPU-0) hold; `grows`,
+    `foreign_grows`: MiB per hour. `back_s`: how long memory of the dead stays. `lost`: UUIDs that are gone, `errors`:
+    NVML code by UUID. `problem`: NVML does not work at all. `hangs`, `stuck`: the probe answers no more, and not even
+    SIGKILL ends it. `processes`: false for no process list, null for an empty one; `memory`: false for no memory
+    figures. `reasons`: bits of throttling. `recovery`: what the driver asks for. `persistence`, and `undoes`: somebody
+    sets it back; `may_set`: an NVML code, null: it may.
+    """
+
+    count: int = 1
+    own: float = 70
+    grows: float = 0
+    foreign: float = 0
+    foreign_grows: float = 0
+    back_s: float = 0.1
+    lost: Any = ()
+    errors: Any = ()
+    problem: int | None = None
+    hangs: bool = False
+    stuck: bool = False
+    processes: bool | None = True
+    memory: bool = True
+    reasons: int = 0
+    recovery: int = 0
+    persistence: bool = True
+    undoes: bool = False
+    may_set: int | None = None
+    name: str = "NVIDIA H200"
+    compute: Any = (9, 0)
+    architecture: int = 9
+
+
 class Incident:
     """One engine, "a", and its world, in which only the engine's own behaviour is told from outside."""
 
@@ -131,6 +186,10 @@ class Incident:
         self.out: list[str] = []
         self.told: Counter[str] = Counter()
         self.says, self.does, self.text = Says(), Does(), ""
+        self.gpus, self.helpers = Gpus(), dict[int, bool]()
+        self.own_mib = self.foreign_mib = 0.0
+        self.rest: tuple[int, float] = (0, 0.0)
+        self.given: tuple[str, ...] = ()
         self.living: set[int] = set()
         self.main: int | None = None
         self.spawned_at, self.swept_at = T0, 0.0
@@ -162,8 +221,11 @@ class Incident:
 
     def boot(self, keys: dict[str, Any]) -> None:
         tables = _tables(keys)
-        supervisor = tables.pop("supervisor", {})
-        self.play = launching(spec(**tables), **supervisor)
+        supervisor, gpu = tables.pop("supervisor", {}), tables.pop("gpu", {})
+        spec_ = node_spec(spec(**tables), **supervisor)
+        self.play = Play(replace(new_node(spec_), spec=replace(spec_, gpu=GpuSpec(**gpu))))
+        self.play.cards = None
+        self.play.see(Booted())
         self.carry_out(self.play.actions)
 
     def reloads(self, plan: str, **keys: Any) -> None:
@@ -183,6 +245,31 @@ class Incident:
     def does_(self, **keys: Any) -> None:
         """Change how its processes start and end."""
         self.does = replace(self.does, **keys)
+
+    def gpus_(self, **keys: Any) -> None:
+        """Change how the GPUs are."""
+        self.move()
+        self.gpus = replace(self.gpus, **keys)
+        if "own" in keys:
+            self.own_mib = 0.0
+        if "foreign" in keys:
+            self.foreign_mib = 0.0
+        for helper in [helper for helper, killed in self.helpers.items() if killed and not self.gpus.stuck]:
+            self.end_helper(helper)
+
+    def xid(self, number: int | None, gpu: str = "GPU-0", source: str = "nvml", *, mine: bool = False) -> None:
+        """The driver reports a fault."""
+        seen = XidSeen(self.play.now, gpu, number, source)
+        generation = self.play.engine().generation
+        self.hear(replace(seen, pid=4711, engine="a", generation=generation) if mine else seen)
+
+    def gpu(self, op: str, name: str | None = None) -> None:
+        """An operator asks something of GPUs."""
+        self.hear(GpuRequested(1, GpuOp(op), name, "uid 1000"))
+
+    def window(self, seconds: float) -> None:
+        """The maintenance window opens."""
+        self.hear(WindowOpened("a", seconds))
 
     def pass_(self, seconds: float) -> None:
         """Time passes."""
@@ -246,13 +333,18 @@ class Incident:
                 line = type(action).__name__
                 self.told[line] += 1
                 self.do(action)
-            if not self.quiet and not isinstance(action, Probe | SendCanary | WatchPort | WarmUp | MeasureProgress):
+            if not self.quiet and not isinstance(action, ROUTINE):
                 self.out.append(f"  +{self.play.now - self.began:.1f} {line}")
 
     def do(self, action: Action) -> None:
         generation = self.play.engine().launching or self.play.engine().generation
         match action:
+            case StartGpuHelper() | KillGpuHelper() | SweepGpus() | SetPersistence():
+                self.do_gpu(action)
             case Launch():
+                places = action.devices if action.devices is not None else ()
+                there = [uuid for uuid in self.uuids() if uuid not in self.gpus.lost]
+                self.given = tuple(there[place] for place in places) or self.play.engine().spec.gpus
                 self.launch(generation)
             case WatchPort():
                 self.start(generation)
@@ -281,7 +373,7 @@ class Incident:
             self.later(0.1, GateClosed("a", generation, self.does.gate, self.text))
             return
         if generation > 1:
-            self.says = Says()
+            self.says, self.gpus, self.own_mib = Says(), replace(self.gpus, grows=0), 0.0
         self.living, self.main, self.spawned_at = {generation}, generation, self.play.now
         self.later(0.1, Spawned("a", generation, process(generation)))
 
@@ -298,7 +390,8 @@ class Incident:
             self.later(does.start_s, lambda: self.exit(generation, code))
 
     def warmup(self) -> Warmup:
-        good = replace(GOOD, first_ms=self.does.first_ms, settled_ms=self.does.settled_ms)
+        gpu_bytes = self.play.engine().gpu_bytes
+        good = replace(GOOD, first_ms=self.does.first_ms, settled_ms=self.does.settled_ms, gpu_bytes=gpu_bytes)
         if self.does.warmup == "ok":
             return good
         return Warmup(None, None, 0, Reason(f"warmup_{self.does.warmup}", self.text))
@@ -318,8 +411,9 @@ class Incident:
             self.swept_at = self.play.now
         self.main = None
         gone = self.play.now >= self.swept_at + self.does.remain_s
-        if gone:
+        if gone and generation in self.living:
             self.living.discard(generation)
+            self.rest = (generation, self.play.now + self.gpus.back_s)
         self.later(0.3, Swept("a", generation, () if gone else ("EngineCore (pid 4712)",)))
 
     def answer_canary(self, generation: int) -> None:
@@ -344,7 +438,72 @@ class Incident:
         rates = [*rates, *([0] * 8)][:8]
         self.steps = [steps + rate * passed for steps, rate in zip(self.steps, rates, strict=True)]
         self.host_mib += self.says.grows * passed / 3600
+        self.own_mib += self.gpus.grows * passed / 3600
+        self.foreign_mib += self.gpus.foreign_grows * passed / 3600
         self.moved_at = self.play.now
+
+    # --- GPUs ---
+
+    def uuids(self) -> list[str]:
+        return [f"GPU-{number}" for number in range(self.gpus.count)]
+
+    def do_gpu(self, action: StartGpuHelper | KillGpuHelper | SweepGpus | SetPersistence) -> None:
+        gpus, helper = self.gpus, action.helper
+        match action:
+            case StartGpuHelper():
+                self.helpers[helper] = False
+            case KillGpuHelper():
+                self.helpers[helper] = True
+                if not gpus.stuck:
+                    self.later(0.05, lambda: self.end_helper(helper))
+            case _ if gpus.hangs or helper not in self.helpers:
+                pass
+            case SweepGpus():
+                began = self.play.now
+                self.later(
+                    0.005, lambda: self.hear(GpusSwept(helper, action.number, self.sweep_gpus(began, action.slow)))
+                )
+            case SetPersistence():
+                if gpus.may_set is None and not gpus.undoes:
+                    self.gpus = replace(gpus, persistence=action.on)
+                self.later(0.005, PersistenceSet(action.uuid, action.on, gpus.may_set))
+
+    def end_helper(self, helper: int) -> None:
+        if self.helpers.pop(helper, None) is not None:
+            self.hear(GpuHelperEnded(helper, "killed"))
+
+    def sweep_gpus(self, at: float, slow: bool) -> GpuSweep:
+        self.move()
+        if self.gpus.problem is not None:
+            return GpuSweep(at, problem=self.gpus.problem, slow=slow)
+        there = [uuid for uuid in self.uuids() if uuid not in self.gpus.lost]
+        return GpuSweep(
+            at, tuple(self.reading(uuid, place) for place, uuid in enumerate(there)), slow=slow, driver="580.1"
+        )
+
+    def reading(self, uuid: str, place: int) -> GpuReading:
+        gpus, found = self.gpus, []
+        number = int(uuid[-1])
+        base = card(uuid, number, name=gpus.name, compute=tuple(gpus.compute), architecture=gpus.architecture)
+        if uuid in gpus.errors:
+            return GpuReading(uuid, base.pci_id, place, error=gpus.errors[uuid])
+        own_bytes = int((gpus.own * 1024 + self.own_mib) * MIB)
+        if uuid in self.given:
+            found += [GpuProcess(4711, own_bytes, "VLLM::EngineCore", "a", generation) for generation in self.living]
+            if self.play.now < self.rest[1]:
+                found.append(GpuProcess(4711, own_bytes, "VLLM::EngineCore", "a", self.rest[0]))
+        if gpus.foreign and uuid == "GPU-0":
+            found.append(GpuProcess(77, int((gpus.foreign * 1024 + self.foreign_mib) * MIB), "python"))
+        reading = replace(
+            holds(base, *found),
+            index=place,
+            clock_reasons=gpus.reasons,
+            recovery_action=gpus.recovery,
+            persistence=gpus.persistence,
+        )
+        if gpus.processes is not True:
+            reading = replace(reading, processes=() if gpus.processes is None else None)
+        return reading if gpus.memory else replace(reading, used_bytes=None, free_bytes=None, total_bytes=None)
 
     def look(self, generation: int, *, host: bool) -> None:
         """What a look sees; one that times out is heard of that much later."""
@@ -433,6 +592,12 @@ def _perform(incident: Incident, line: str) -> None:
     match command:
         case "because":
             incident.text = rest
+        case "xid":
+            incident.xid(json.loads(words[0]), **_keys(words[1:]))
+        case "gpu":
+            incident.gpu(*words)
+        case "window":
+            incident.window(json.loads(rest))
         case "pass":
             incident.pass_(json.loads(rest))
         case "exits":
@@ -447,6 +612,7 @@ def _perform(incident: Incident, line: str) -> None:
                 "boots": incident.boots,
                 "says": incident.says_,
                 "does": incident.does_,
+                "gpus": incident.gpus_,
             }
             commands[command](**_keys(words))
 

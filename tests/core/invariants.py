@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Final, NoReturn, Protocol
 
-from supervisord.core import lifecycle
+from supervisord.core import gpu_inventory, lifecycle, telemetry, xids
 from supervisord.core import node as reducer
 from supervisord.core.messages import (
     Action,
@@ -24,6 +24,10 @@ from supervisord.core.messages import (
     Exited,
     Finish,
     GateClosed,
+    GpuHelperEnded,
+    GpusSwept,
+    KeepEvidence,
+    KillGpuHelper,
     Launch,
     Observation,
     PortForeign,
@@ -32,13 +36,17 @@ from supervisord.core.messages import (
     Reply,
     Requested,
     Sampled,
+    SetPersistence,
     Spawned,
     SpawnFailed,
+    StartGpuHelper,
     Sweep,
+    SweepGpus,
     Swept,
     Terminate,
     WarmedUp,
     What,
+    XidSeen,
 )
 from supervisord.core.model import (
     After,
@@ -47,7 +55,10 @@ from supervisord.core.model import (
     Engine,
     Node,
     Ready,
+    Starting,
     State,
+    Stopping,
+    Telemetry,
     Waiting,
 )
 from supervisord.core.watch import HTTP_SERVICE_UNAVAILABLE
@@ -85,6 +96,10 @@ class Outside(Protocol):
     @property
     def announced(self) -> int:
         """How often this daemon has said READY=1."""
+
+    @property
+    def helpers(self) -> int:
+        """Probe processes of this daemon that live."""
 
     def budgeted(self, engine: str) -> list[float]:
         """When restarts that cost budget were decided, of launch plans that had never been ready."""
@@ -124,7 +139,7 @@ def states_follow_the_diagram(step: Step) -> None:
 def actions_name_the_living_generation(step: Step) -> None:
     """Nothing is done to a generation that is not the engine's current or launching one."""
     for action in step.actions:
-        if isinstance(action, Record | Reply | AnnounceReady | Finish):
+        if isinstance(action, Record | Reply | AnnounceReady | Finish | GpuAction):
             continue
         engine = _engine_of(step, action.engine)
         if engine is None and isinstance(step.seen, Booted):
@@ -132,6 +147,9 @@ def actions_name_the_living_generation(step: Step) -> None:
         if engine is None or action.generation not in {engine.generation, engine.launching}:
             _fail(actions_name_the_living_generation, f"{action} of {engine}")
 
+
+GpuAction = StartGpuHelper | KillGpuHelper | SweepGpus | SetPersistence
+"""What is asked of the probe."""
 
 RESTING: Final = frozenset({State.STOPPED, State.READY, State.FAILED})
 
@@ -142,7 +160,8 @@ def transient_states_are_timed(step: Step) -> None:
         held = isinstance(engine.phase, Draining) and engine.phase.after is After.HOLD
         if engine.state in RESTING or held:
             continue
-        at = step.wakeup(replace(step.after, engines={name: engine}, announce_ready_at=None))
+        alone = replace(step.after, engines={name: engine}, announce_ready_at=None, telemetry=Telemetry())
+        at = step.wakeup(alone)
         if at is None or not isfinite(at):
             _fail(transient_states_are_timed, f"{name} is {engine.state.value} for ever: {engine.phase}")
 
@@ -199,7 +218,7 @@ def stale_messages_change_nothing(step: Step) -> None:
 
 
 def ends_only_on_evidence(step: Step) -> None:
-    """SIGTERM and SIGKILL follow an exit, a passed deadline or a request; never missing data, never a bare tick."""
+    """SIGTERM and SIGKILL follow an exit, a passed deadline, a fault or a request; never missing data, never a tick."""
     for action in step.actions:
         if isinstance(action, Terminate | Sweep) and not _is_evidence(step, action):
             _fail(ends_only_on_evidence, f"{action} because of {step.seen}")
@@ -219,6 +238,8 @@ def _is_evidence(step: Step, action: Terminate | Sweep) -> bool:
         case Due(what=What.CLOCK):
             engine = step.before.engines[action.engine]
             return any(at <= step.now for at in lifecycle.deadlines(engine))
+        case GpusSwept() | XidSeen():
+            return _is_gpu_evidence(step, action.engine)
         case _:
             return False
 
@@ -236,6 +257,151 @@ def _is_rule_evidence(step: Step, seen: Sampled) -> bool:
         or (bool(sample.ranks) and any(rank.still_since is not None for rank in watch.ranks))
         or watch.canary.failures >= engine.spec.probe.canary_failures
     )
+
+
+def _is_gpu_evidence(step: Step, name: str) -> bool:
+    """A GPU of this very engine was found faulty, or its own processes on a GPU that it was not given."""
+    engine = step.before.engines[name]
+    mine = {gpu.uuid for gpu in gpu_inventory.of_engine(step.after.gpus, engine)}
+    fell = {
+        uuid
+        for uuid, gpu in step.after.gpus.items()
+        if gpu.quarantine is not None and (uuid not in step.before.gpus or step.before.gpus[uuid].quarantine is None)
+    }
+    if isinstance(step.seen, XidSeen):
+        return bool(mine & fell) and xids.class_of(step.seen.xid) in xids.REMEDIES
+    assert isinstance(step.seen, GpusSwept)
+    astray = any(
+        process.engine == name and process.generation == engine.generation
+        for reading in step.seen.sweep.gpus
+        if reading.uuid not in engine.devices
+        for process in reading.processes or ()
+    )
+    return step.seen.sweep.problem is None and (bool(mine & fell) or (bool(engine.devices) and astray))
+
+
+# --- of GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def no_launch_on_a_gpu_that_must_not_be_used(step: Step) -> None:
+    """None that is quarantined, lost or not there; none at all while the driver takes no new process."""
+    node = step.after
+    for engine in _launched(step):
+        names = engine.spec.gpus
+        if not names or telemetry.off(node) or names[0].startswith(gpu_inventory.MIG):
+            continue
+        trouble = telemetry.trouble(node)
+        if trouble is not None and (not node.telemetry.hangs or node.telemetry.released_until is not None):
+            _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: {trouble.code}")
+        for name in names:
+            gpu = gpu_inventory.find(node.gpus, name)
+            if gpu is None and trouble is None:
+                _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: there is no {name}")
+            if gpu is not None and (gpu.quarantine is not None or gpu.absent_since is not None):
+                _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: {gpu}")
+
+
+def _launched(step: Step) -> list[Engine]:
+    return [step.after.engines[action.engine] for action in step.actions if isinstance(action, Launch)]
+
+
+def it_goes_where_it_is_configured(step: Step) -> None:
+    """The devices of a launch are what the configuration of now says, in its order, as CUDA counts them."""
+    for action in step.actions:
+        if isinstance(action, Launch) and action.devices is not None:
+            gpus, names = step.after.gpus, step.after.engines[action.engine].spec.gpus
+            found = [gpu_inventory.find(gpus, name) for name in names]
+            order = sorted((gpu.pci_id, gpu.uuid) for gpu in gpus.values() if gpu.absent_since is None)
+            places = tuple(order.index((gpu.pci_id, gpu.uuid)) for gpu in found if gpu is not None)
+            if action.devices != places or None in found:
+                _fail(it_goes_where_it_is_configured, f"{action}, configured {names}")
+
+
+def one_start_a_gpu(step: Step) -> None:
+    """No engine is launched while another one of its GPUs is between its launch and /health 200, or is stopping."""
+    for engine in _launched(step):
+        for other in step.after.engines.values():
+            busy = isinstance(other.phase, Starting | Stopping) or other.launching is not None
+            same = other.spec.name == engine.spec.name
+            if busy and not same and _on_one_gpu(step.after, engine, other):
+                _fail(one_start_a_gpu, f"{engine.spec.name} is launched while {brief(step.after)}")
+
+
+def _on_one_gpu(node: Node, one: Engine, other: Engine) -> bool:
+    mine, theirs = ({gpu.uuid for gpu in gpu_inventory.of_engine(node.gpus, engine)} for engine in (one, other))
+    return bool(mine & theirs) or bool(set(one.spec.gpus) & set(other.spec.gpus))
+
+
+def memory_comes_back_first(step: Step) -> None:
+    """An engine that had GPUs is done with stopping when a sweep saw its memory back, or MEMORY_BACK_S later."""
+    if step.after.ending or telemetry.off(step.after) or telemetry.blind(step.after):
+        return
+    for name, old in step.before.engines.items():
+        phase, new = old.phase, step.after.engines.get(name)
+        if not isinstance(phase, Stopping) or old.launching is not None or not old.devices:
+            continue
+        if new is not None and new.state in {State.STOPPING, State.FAILED}:
+            continue
+        gone_at = phase.gone_at
+        late = gone_at is not None and step.now >= gone_at + lifecycle.MEMORY_BACK_S
+        seen = isinstance(step.seen, GpusSwept) and gone_at is not None and step.seen.sweep.at >= gone_at
+        if not (late or (seen and not _holds(step.seen, old))):
+            _fail(memory_comes_back_first, f"{name} after {step.seen}: {brief(step.before)} -> {brief(step.after)}")
+
+
+def _holds(seen: Observation, engine: Engine) -> bool:
+    readings = seen.sweep.gpus if isinstance(seen, GpusSwept) else ()
+    return any(
+        process.engine == engine.spec.name
+        for reading in readings
+        if reading.uuid in engine.devices
+        for process in reading.processes or ()
+    )
+
+
+def probes_are_few(step: Step) -> None:
+    """At most two that are stuck and one that runs; only one that runs and is not killed is asked, once at a time."""
+    old, new = step.before.telemetry, step.after.telemetry
+    for action in step.actions:
+        another = old.running and new.stuck == old.stuck
+        if isinstance(action, StartGpuHelper) and (new.stuck >= telemetry.STUCK_MAX or another):
+            _fail(probes_are_few, f"{action}: {old} -> {new}")
+        if isinstance(action, SweepGpus) and (not new.running or new.killed_at is not None or new.asked_at != step.now):
+            _fail(probes_are_few, f"{action}: {old} -> {new}")
+        if isinstance(action, StartGpuHelper | SweepGpus) and new.released_until is not None:
+            _fail(probes_are_few, f"{action} while NVML is closed")
+    if not 0 <= new.stuck <= telemetry.STUCK_MAX:
+        _fail(probes_are_few, f"{new}")
+
+
+def what_nobody_sees_hurts_nobody(step: Step) -> None:
+    """A probe that ends or sees nothing, and a sweep that is not answered, end no engine and degrade none."""
+    seen = step.seen
+    if isinstance(seen, GpuHelperEnded) or (isinstance(seen, GpusSwept) and seen.sweep.problem is not None):
+        done = [action for action in step.actions if isinstance(action, Terminate | Sweep | KeepEvidence)]
+        worse = [
+            name
+            for name, old in step.before.engines.items()
+            if old.state is not State.STOPPING and step.after.engines[name].state in {State.STOPPING, State.DRAINING}
+            if old.state is not step.after.engines[name].state
+        ]
+        if done or worse or step.before.gpus != step.after.gpus:
+            _fail(what_nobody_sees_hurts_nobody, f"{seen}: {done} {worse}")
+
+
+def a_fault_stays_on_its_gpu(step: Step) -> None:
+    """Engines that have nothing to do with a faulty GPU are neither stopped nor drained for it."""
+    if not isinstance(step.seen, GpusSwept | XidSeen):
+        return
+    for name, old in step.before.engines.items():
+        new = step.after.engines.get(name)
+        if new is None or new.state is old.state or new.state not in {State.STOPPING, State.DRAINING}:
+            continue
+        if not _is_gpu_evidence(step, name):
+            _fail(a_fault_stays_on_its_gpu, f"{name} because of {step.seen}")
+
+
+# --- of requests ------------------------------------------------------------------------------------------------------
 
 
 def every_request_is_answered_once(step: Step) -> None:
@@ -292,6 +458,13 @@ STEP_INVARIANTS: Final = (
     finish_means_nothing_lives,
     generations_only_grow,
     since_moves_with_the_state,
+    no_launch_on_a_gpu_that_must_not_be_used,
+    it_goes_where_it_is_configured,
+    one_start_a_gpu,
+    memory_comes_back_first,
+    probes_are_few,
+    what_nobody_sees_hurts_nobody,
+    a_fault_stays_on_its_gpu,
 )
 
 
@@ -362,6 +535,12 @@ def ready_is_said_once(world: Outside, node: Node) -> None:
     """READY=1 once in the life of a daemon."""
     if world.announced > 1 or (node.announce_ready_at is None) != (world.announced == 1):
         _fail(ready_is_said_once, f"said {world.announced} times, due {node.announce_ready_at}")
+
+
+def few_probes_live(world: Outside, _: Node) -> None:
+    """Whatever the driver does to them: two that hang in the kernel and one that works."""
+    if world.helpers > telemetry.STUCK_MAX + 1:
+        _fail(few_probes_live, f"{world.helpers} live")
 
 
 def forgotten_means_gone(world: Outside, node: Node, names: Mapping[str, Any]) -> None:

@@ -7,20 +7,27 @@
 `does` compares the whole sequence of actions of the last observation without what is only told (`Record`) and answered
 (`Reply`): those have `says` and `replies`. An action is expected by its class, or as a whole. Every observation is also
 held against the invariants (see invariants.py).
+
+GPUs answer every sweep at once with `cards`, so that plays that are not about GPUs need not speak of them: what comes
+of the answer counts as the doing of the observation before it, and `does` leaves the probe's own actions out. A play
+that sets `cards` to None answers by itself (`sweep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from supervisord.core import node as reducer
+from supervisord.core.gpu_samples import MEMORY_V2, GpuProcess, GpuReading, GpuSweep
+from supervisord.core.lifecycle import deadlines
 from supervisord.core.messages import (
     Action,
     Answer,
     Booted,
     Due,
+    GpusSwept,
     Observation,
     Op,
     PortAnswered,
@@ -29,15 +36,20 @@ from supervisord.core.messages import (
     Requested,
     Sampled,
     Spawned,
+    StartGpuHelper,
+    SweepGpus,
     WarmedUp,
     What,
 )
-from supervisord.core.model import Engine, Node, Phase, Process, Reason, Sample, State, Warmup
+from supervisord.core.model import Engine, Gpu, Node, Phase, Process, Reason, Sample, State, Warmup
 from supervisord.core.spec import EngineSpec, NodeSpec, RestartSpec, SupervisorSpec, WarmupSpec
 from tests.core.invariants import Step, check
 
 T0 = 1000.0
 """When every play begins (monotonic seconds)."""
+
+PROBING: Final = StartGpuHelper | SweepGpus
+"""What the probe is asked as a matter of routine."""
 
 P = TypeVar("P", bound=Phase)
 
@@ -73,6 +85,57 @@ def new_node(spec: NodeSpec, **plans: str) -> Node:
     return Node(spec=spec, engines=engines)
 
 
+GIB: Final = 1 << 30
+
+
+def card(uuid: str = "GPU-0", index: int | None = None, *, used_gib: float = 0.0, **values: Any) -> GpuReading:
+    """An H200-like card of 80 GiB that answers; the number at the end of its UUID is its place."""
+    place = index if index is not None else int(uuid[-1], 36)
+    used = int(used_gib * GIB)
+    base = GpuReading(
+        uuid=uuid,
+        pci_id=f"0000:{place + 16:02x}:00.0",
+        index=place,
+        name="NVIDIA H200",
+        architecture=9,
+        compute=(9, 0),
+        brand=14,
+        total_bytes=80 * GIB,
+        used_bytes=used,
+        free_bytes=80 * GIB - used,
+        memory_version=MEMORY_V2,
+        processes=(),
+        persistence=True,
+        utilization_percent=40.0,
+        temperature_c=55.0,
+        clock_reasons=0,
+    )
+    return replace(base, **values)
+
+
+def holds(reading: GpuReading, *processes: GpuProcess) -> GpuReading:
+    """The same card with these processes on it, which hold all that is in use there."""
+    used = sum(process.used_bytes or 0 for process in processes)
+    total = reading.total_bytes or 0
+    return replace(reading, processes=processes, used_bytes=used, free_bytes=total - used)
+
+
+def mine(gib: float = 70.0, engine: str = "a", generation: int = 1, pid: int = 4711) -> GpuProcess:
+    """A process of an engine."""
+    return GpuProcess(pid, int(gib * GIB), "VLLM::EngineCore", engine, generation)
+
+
+def foreign(gib: float = 70.0, pid: int = 77) -> GpuProcess:
+    """Somebody else's process."""
+    return GpuProcess(pid, int(gib * GIB), "python")
+
+
+def cards_of(spec: NodeSpec) -> tuple[GpuReading, ...]:
+    """A card for each UUID in a configuration."""
+    names = {name for engine in spec.engines.values() for name in engine.gpus if name.startswith("GPU-")}
+    return tuple(card(name) for name in sorted(names))
+
+
 def process(generation: int, pid: int | None = None) -> Process:
     """The process of a generation."""
     return Process(pid=pid if pid is not None else 100 + generation, start_ticks=7, boot_id="boot")
@@ -86,16 +149,48 @@ class Play:
         self.now = now
         self.actions: tuple[Action, ...] = ()
         self.told: list[Record] = []
+        self.cards: tuple[GpuReading, ...] | None = cards_of(node.spec)
 
     # --- what happens ---
 
     def see(self, observation: Observation, *, at: float | None = None, after: float = 0.0) -> Play:
         """One observation, at an absolute time or some seconds later."""
         self.now = at if at is not None else self.now + after
-        before = self.node
-        self.node, self.actions = reducer.step(before, observation, self.now)
-        check(Step(before, observation, self.now, self.node, self.actions))
+        self.actions = self._step(observation)
+        while self.cards is not None:
+            asked = [action for action in self.actions if isinstance(action, SweepGpus)]
+            telemetry = self.node.telemetry
+            if asked and telemetry.asked_at is not None:
+                self.actions += self._step(self._answer(asked[-1], self.cards))
+            elif telemetry.next_at is not None and telemetry.next_at <= self.now:
+                self.actions += self._step(Due(What.CLOCK))
+            else:
+                break
         self.told += [action for action in self.actions if isinstance(action, Record)]
+        return self
+
+    def _step(self, observation: Observation) -> tuple[Action, ...]:
+        before = self.node
+        self.node, actions = reducer.step(before, observation, self.now)
+        check(Step(before, observation, self.now, self.node, actions))
+        return actions
+
+    def _answer(self, asked: SweepGpus, cards: tuple[GpuReading, ...], problem: int | None = None) -> GpusSwept:
+        sweep = GpuSweep(self.now, cards, problem, slow=asked.slow, driver="580.1")
+        return GpusSwept(asked.helper, asked.number, sweep)
+
+    def sweep(self, *cards: GpuReading, after: float = 0.0, problem: int | None = None) -> Play:
+        """A sweep is asked for, if none is outstanding, and sees these cards and nothing else."""
+        self.now += after
+        self.cards = None
+        told: tuple[Action, ...] = ()
+        if self.node.telemetry.asked_at is None:
+            told = self.see(Due(What.POLL)).actions
+        telemetry = self.node.telemetry
+        assert telemetry.asked_at is not None, telemetry
+        slow = telemetry.slow_at > self.now + 29.0
+        self.see(self._answer(SweepGpus(telemetry.helper, telemetry.number, slow), cards, problem))
+        self.actions = (*told, *self.actions)
         return self
 
     def clock(self, after: float = 0.0) -> Play:
@@ -103,10 +198,16 @@ class Play:
         return self.see(Due(What.CLOCK), after=after)
 
     def wake(self) -> Play:
-        """Go on to the next deadline."""
-        at = self.wakeup
-        assert at is not None, "nothing is timed"
-        return self.see(Due(What.CLOCK), at=max(at, self.now))
+        """Go on to the next deadline of an engine."""
+        while True:
+            at = self.wakeup
+            assert at is not None, "nothing is timed"
+            timed = [due for engine in self.node.engines.values() for due in deadlines(engine)]
+            if self.node.announce_ready_at is not None:
+                timed.append(self.node.announce_ready_at)
+            self.see(Due(What.CLOCK), at=max(at, self.now))
+            if self.cards is None or not timed or at >= min(timed):
+                return self
 
     def ask(self, op: Op, engine: str = "a", *, now: bool = False) -> Play:
         """An operator asks for something."""
@@ -139,7 +240,9 @@ class Play:
 
     def does(self, *expected: type[Action] | Action) -> Play:
         """These are all the actions of the last observation, in this order, but for Record and Reply."""
-        done = [action for action in self.actions if not isinstance(action, Record | Reply)]
+        probing = any(isinstance(one, PROBING) or one in (StartGpuHelper, SweepGpus) for one in expected)
+        left_out = Record | Reply if probing else Record | Reply | PROBING
+        done = [action for action in self.actions if not isinstance(action, left_out)]
         wanted = list(expected)
         same = len(done) == len(wanted) and all(
             type(action) is want if isinstance(want, type) else action == want
@@ -195,6 +298,10 @@ class Play:
     def wakeup(self) -> float | None:
         """When the clock is due."""
         return reducer.wakeup(self.node)
+
+    def gpu(self, uuid: str = "GPU-0") -> Gpu:
+        """One GPU."""
+        return self.node.gpus[uuid]
 
     def change(self, name: str = "a", **fields: Any) -> Play:
         """Set fields of an engine by hand, for states that are tedious to reach."""

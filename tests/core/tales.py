@@ -8,19 +8,26 @@ from typing import Any
 from supervisord.core.incident import Event
 from supervisord.core.messages import (
     Booted,
+    Due,
     Exited,
     GateClosed,
+    GpuOp,
+    GpuRequested,
     Observation,
     Op,
     PortForeign,
     Reconfigured,
     Record,
+    Sampled,
     SpawnFailed,
     Swept,
+    What,
+    XidSeen,
 )
 from supervisord.core.model import ExitClass, State
 from supervisord.core.story import Story, tell
-from tests.core.play import BAD, T0, Play, engine_spec, new_node, node_spec
+from tests.core.looks import page, rank
+from tests.core.play import BAD, T0, Play, card, engine_spec, foreign, holds, mine, new_node, node_spec
 
 WALL0 = 1_780_023_600.0
 """Epoch seconds at T0: 2026-05-29 03:00:00 UTC."""
@@ -224,10 +231,77 @@ def reloaded() -> Tale:
     return tale.see(Exited(QWEN, 1, 0, None), after=1.1).swept().come_up().later(60)
 
 
+def gpu_lost() -> Tale:
+    """Its GPU fell off the bus."""
+    tale = serving(gpus=("GPU-0",))
+    tale.see(XidSeen(tale.now, "GPU-0", 79, "kmsg"))
+    return tale.swept().later(600)
+
+
+def gpu_mended() -> Tale:
+    """The same, and somebody has mended it since."""
+    tale = gpu_lost()
+    tale.see(GpuRequested(1, GpuOp.CLEAR, "GPU-0", "uid 0"))
+    return tale.come_up().later(60)
+
+
+def gpu_released() -> Tale:
+    """It was to be started again while NVML was closed."""
+    tale = serving(gpus=("GPU-0",))
+    tale.see(GpuRequested(1, GpuOp.RELEASE, None, "uid 0"))
+    tale.end(1, None, "RuntimeError: nobody knows why").on().on()
+    return tale.later(2)
+
+
+def memory_held() -> Tale:
+    """Somebody else has the memory of its GPU."""
+    tale = Tale(gpus=("GPU-0",))
+    tale.cards = (holds(card(), foreign(60)),)
+    return tale.see(Booted()).later(30)
+
+
+def memory_stays() -> Tale:
+    """It crashed, and its memory never came back."""
+    tale = serving(gpus=("GPU-0",))
+    tale.cards = (holds(card(), mine(70, QWEN)),)
+    tale.end(1, None, "RuntimeError: nobody knows why")
+    while tale.engine(QWEN).state is not State.WAITING:
+        tale.on()
+    return tale.later(60)
+
+
+def wrong_gpu() -> Tale:
+    """CUDA counts differently here."""
+    tale = booted(gpus=("GPU-0",))
+    tale.spawn(QWEN)
+    tale.cards = (card(), holds(card("GPU-1"), mine(1, QWEN)))
+    return tale.see(Due(What.POLL), after=3).swept().later(0.5)
+
+
+def stalled() -> Tale:
+    """Work is pending and nothing moves: killed by a rule, with evidence."""
+    tale = serving(restart={"stall_after_s": 60, "backoff_initial_s": 0})
+    for second in range(14):
+        sample = page(tale.now + 10.0 * second, rank(running=2))
+        if tale.engine(QWEN).state is State.READY:
+            tale.see(Sampled(QWEN, 1, sample), at=sample.at)
+    return tale.swept().come_up().later(60)
+
+
 def uneventful() -> Tale:
     """Nothing happened."""
     return serving()
 
+
+GPU_TALES: Mapping[str, Callable[[], Tale]] = {
+    "gpu-lost": gpu_lost,
+    "gpu-mended": gpu_mended,
+    "gpu-released": gpu_released,
+    "memory-held": memory_held,
+    "memory-stays": memory_stays,
+    "wrong-gpu": wrong_gpu,
+    "stalled": stalled,
+}
 
 TALES: Mapping[str, Callable[[], Tale]] = {
     "exit-zero": exit_zero,

@@ -30,7 +30,7 @@ def trio(**keys: object) -> Play:
 
 
 def test_one_engine_a_gpu_starts_at_a_time() -> None:
-    play = trio().does(Launch("a", 1), AnnounceReady)
+    play = trio().does(AnnounceReady, Launch("a", 1, (0,)))
     assert waits(play, "b") == waits(play, "c") == "gpu_busy_starting"
     assert "a is starting" in play.phase(Waiting, "b").reason.message
     assert play.phase(Waiting, "b").recheck_at == T0 + 60.0
@@ -54,7 +54,7 @@ def test_an_engine_that_stops_holds_its_gpu() -> None:
     play.ask(Op.START, "b").is_(State.WAITING, "b")
     assert "a is stopping" in play.phase(Waiting, "b").reason.message
     play.see(Exited("a", 1, 0, None)).is_(State.WAITING, "b")
-    play.see(Swept("a", 1)).is_(State.STOPPED, "a").is_(State.STARTING, "b").does(Launch("b", 1))
+    play.see(Swept("a", 1)).is_(State.STOPPED, "a").is_(State.STARTING, "b").does(Launch("b", 1, (0,)))
 
 
 def test_a_serving_or_draining_engine_does_not() -> None:
@@ -81,7 +81,11 @@ def test_different_gpus_and_none_start_in_parallel_up_to_the_limit() -> None:
 
 def test_waiting_is_said_once_and_keeps_its_since() -> None:
     play = trio()
-    assert [record.kind for record in play.told].count("waiting") == 2
+    assert [(record.engine, record.reason) for record in play.told if record.kind == "waiting"] == [
+        *((name, "driver_not_ready") for name in "abc"),
+        ("b", "gpu_busy_starting"),
+        ("c", "gpu_busy_starting"),
+    ]
     said = len(play.told)
     for seconds in (1.0, 30.0, 29.0, 60.0):
         play.see(Due(What.CLOCK), after=seconds)
@@ -92,7 +96,7 @@ def test_waiting_is_said_once_and_keeps_its_since() -> None:
 def test_waiting_is_left_alone_by_what_does_not_concern_it() -> None:
     """Nothing changes, so nothing is published or saved either."""
     play = trio().spawn("a")
-    before = play.node
+    before, play.cards = play.node, None
     play.see(Due(What.WATCHDOG), after=3.0)
     play.see(Progressed("b", 0, Progress(1, 1, 1)), after=3.0)
     assert play.node == before
@@ -110,14 +114,14 @@ def test_a_new_reason_is_said() -> None:
 
 
 def test_a_closed_outside_gate_is_looked_at_every_five_seconds() -> None:
-    play = launching().see(GateClosed("a", 1, "gpu_memory_held", "pid 4 (x) holds 70 GiB"), after=0.2)
+    play = launching().see(GateClosed("a", 1, "port_held", "pid 4 (x) has it"), after=0.2)
     play.is_(State.WAITING).says("waiting").does()
     assert play.record("waiting").severity is Severity.WARNING
-    assert play.record("waiting").reason == "gpu_memory_held"
+    assert play.record("waiting").reason == "port_held"
     for n in range(1, 5):
         play.wake().does(Launch("a", 1)).is_(State.WAITING).says()
         assert play.now == T0 + 0.2 + n * 5.0
-        play.see(GateClosed("a", 1, "gpu_memory_held", "pid 4 (x) holds 70 GiB")).does().says()
+        play.see(GateClosed("a", 1, "port_held", "pid 4 (x) has it")).does().says()
     assert play.engine().since == T0 + 0.2
 
 
@@ -138,8 +142,8 @@ def test_an_outside_gate_that_opens() -> None:
 
 
 def test_an_engine_behind_an_outside_gate_lets_its_neighbour_look_too() -> None:
-    play = trio().see(GateClosed("a", 1, "gpu_memory_held", "pid 4"))
-    assert waits(play, "a") == "gpu_memory_held"
+    play = trio().see(GateClosed("a", 1, "disk_full", "no space"))
+    assert waits(play, "a") == "disk_full"
     play.is_(State.STARTING, "b")
 
 
@@ -151,27 +155,28 @@ def test_two_behind_the_same_outside_gate_are_told_once_each() -> None:
     while play.now < T0 + 300.0:
         if answers and play.wakeup is not None and answers[0][0] <= play.wakeup:
             at, name = answers.pop(0)
-            play.see(GateClosed(name, 1, "gpu_memory_held", "pid 4 holds 70 GiB"), at=at)
+            play.see(GateClosed(name, 1, "disk_full", "no space"), at=at)
         else:
-            play.wake()
+            assert play.wakeup is not None
+            play.see(Due(What.CLOCK), at=max(play.wakeup, play.now))
         launched = [action.engine for action in play.actions if isinstance(action, Launch)]
         answers += [(play.now + took_s[name], name) for name in launched]
         answers.sort()
         looks.update(launched)
-    said = [(r.engine, r.reason) for r in play.told if r.kind == "waiting"]
+    said = [(r.engine, r.reason) for r in play.told if r.kind == "waiting" and r.reason != "driver_not_ready"]
     assert said == [
         ("b", "gpu_busy_starting"),
         ("c", "gpu_busy_starting"),
-        ("a", "gpu_memory_held"),
+        ("a", "disk_full"),
         ("c", "gpu_busy_starting"),  # now behind b
-        ("b", "gpu_memory_held"),
-        ("c", "gpu_memory_held"),
+        ("b", "disk_full"),
+        ("c", "disk_full"),
     ]
     assert all(40 <= looks[name] <= 60 for name in "abc"), looks
 
 
 def test_one_behind_an_outside_gate_gives_way_to_a_neighbour_that_starts() -> None:
-    play = trio().see(GateClosed("a", 1, "gpu_memory_held", "pid 4")).spawn("b")
+    play = trio().see(GateClosed("a", 1, "disk_full", "no space")).spawn("b")
     play.wake().is_(State.WAITING, "a").says("waiting")
     assert waits(play, "a") == "gpu_busy_starting"
 
@@ -189,3 +194,15 @@ def test_back_off_ends_at_a_closed_gate() -> None:
     until = play.phase(Backoff, "a").until
     play.see(Due(What.CLOCK), at=until).is_(State.WAITING, "a")
     play.up("b").is_(State.STARTING, "a")
+
+
+def test_nothing_is_started_beside_what_cannot_be_ended() -> None:
+    """What hangs in the kernel has its memory, and nobody knows what else."""
+    play = trio(autostart=False).ask(Op.START, "a").up("a")
+    play.change("a", phase=Failed(FailedKind.UNKILLABLE, "D state")).ask(Op.START, "b")
+    assert waits(play, "b") == "gpu_quarantined"
+    assert "processes of engine a on the same GPU cannot be ended" in play.phase(Waiting, "b").reason.message
+    other = launching(engine_spec("a", gpus=("GPU-0",), autostart=False), engine_spec("b", gpus=("GPU-1",)))
+    other.change("a", phase=Failed(FailedKind.UNKILLABLE, "D state")).is_(State.STARTING, "b")
+    looped = trio(autostart=False).change("a", phase=Failed(FailedKind.CRASH_LOOP, "x")).ask(Op.START, "b")
+    looped.is_(State.STARTING, "b")

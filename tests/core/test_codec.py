@@ -42,17 +42,16 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of([FLAG_FLOATS if flags and arg is float else values(arg) for arg in args])
     if origin is Literal:
         return st.sampled_from(args)
-    if origin is tuple:
-        fixed = args[1:] != (Ellipsis,)
-        return st.tuples(*map(values, args)) if fixed else st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is tuple and args[1:] != (Ellipsis,):
+        return st.tuples(*map(values, args))
+    if origin in (tuple, frozenset):
+        return st.lists(values(args[0]), max_size=3).map(origin)
     if origin is Mapping:
         return st.dictionaries(st.text(max_size=8), values(args[1]), max_size=3)
     if is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return st.builds(cast("type", hint), **{f.name: values(hints[f.name]) for f in fields(hint)})
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return st.sampled_from(list(hint))
-    return PLAIN[hint]
+    return st.sampled_from(list(hint)) if isinstance(hint, type) and issubclass(hint, Enum) else PLAIN[hint]
 
 
 FLAG_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -211,3 +210,13 @@ def test_tuples_of_a_fixed_length() -> None:
     for value in wrong:
         with pytest.raises(DecodeError):
             coder.decode(value)
+
+
+def test_sets_of_texts_are_written_in_order() -> None:
+    coder = codec._coder(frozenset[str])
+    assert coder.encode(frozenset({"b", "a"})) == ["a", "b"]
+    assert coder.decode(["a", "b"]) == frozenset({"a", "b"})
+    with pytest.raises(EncodeError):
+        coder.encode({"a"})
+    with pytest.raises(DecodeError):
+        coder.decode(["a", 1])

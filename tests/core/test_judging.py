@@ -56,7 +56,8 @@ def test_a_kill_leaves_evidence_first_and_counts_as_a_failure() -> None:
     see(play, page(T0 + 2, health_status=503)).does(KeepEvidence, Abandon, Sweep).says("verdict", "killing")
     verdict = play.record("verdict")
     assert verdict.message == ("a: /health answered 503 2 times in a row (2 decide): it is killed and started again")
-    assert (verdict.reason, verdict.numbers) == ("engine_dead", {"looks": 2, "looks_max": 2})
+    evidence = "evidence/a.1.engine_dead.txt"
+    assert (verdict.reason, verdict.numbers) == ("engine_dead", {"looks": 2, "looks_max": 2, "evidence": evidence})
     assert KeepEvidence("a", 1, "engine_dead") in play.actions
     last = play.engine().last_exit
     assert last is not None

@@ -14,11 +14,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from supervisord.core.lifecycle import MEMORY_BACK_S
 from supervisord.core.messages import (
     Due,
     EndRequested,
     EngineObservation,
     GateClosed,
+    GpuOp,
     Op,
     Requested,
     Spawned,
@@ -29,7 +31,7 @@ from supervisord.core.model import State
 from supervisord.core.spec import EngineSpec, NodeSpec
 from tests.core.invariants import RESTING, InvariantError, brief, is_stale
 from tests.core.play import engine_spec, node_spec
-from tests.core.world import CRASH_TAILS, Core, Lane, Luck, World
+from tests.core.world import CRASH_TAILS, Board, Core, Lane, Luck, World
 
 EXAMPLES = int(os.environ.get("MACHINE_EXAMPLES", "0"))
 
@@ -57,13 +59,16 @@ LUCK = st.builds(
 DRAIN_S, STOP_S, START_S, START_MAX_S, BACKOFF_MAX_S = 5.0, 8.0, 20.0, 60.0, 16.0
 UNKILLABLE_S, EXTERNAL_S, TICK_S = 30.0, 60.0, 1.0
 
-GONE_WITHIN_S = DRAIN_S + STOP_S + UNKILLABLE_S + TICK_S
-"""From any point: drain, SIGTERM, SIGKILL, and a sweep that has to be repeated."""
+GONE_WITHIN_S = DRAIN_S + STOP_S + UNKILLABLE_S + MEMORY_BACK_S + TICK_S
+"""From any point: drain, SIGTERM, SIGKILL, a sweep that has to be repeated, and memory that nobody sees come back."""
+
+PROBE_S = 300.0
+"""The longest pause of a GPU probe that failed again and again; a first look that is not answered takes less."""
 
 STRANGER_S = 60.0
 """Longer, when an engine was found that is not configured any more: it is stopped by the defaults."""
 
-READY_WITHIN_S = GONE_WITHIN_S + STRANGER_S + 5 * (max(BACKOFF_MAX_S, EXTERNAL_S) + TICK_S)
+READY_WITHIN_S = GONE_WITHIN_S + STRANGER_S + 2 * PROBE_S + 5 * (max(BACKOFF_MAX_S, EXTERNAL_S) + TICK_S)
 
 
 def make_spec(*, warm: bool, restart_bad: bool, backoff_s: float, drain_s: float, autostart: bool) -> NodeSpec:
@@ -73,6 +78,7 @@ def make_spec(*, warm: bool, restart_bad: bool, backoff_s: float, drain_s: float
         return engine_spec(
             name,
             gpus=gpus,
+            args={"gpu-memory-utilization": 0.3},
             autostart=autostart,
             start_timeout_s=START_S,
             start_timeout_max_s=START_MAX_S,
@@ -88,7 +94,7 @@ def make_spec(*, warm: bool, restart_bad: bool, backoff_s: float, drain_s: float
             },
         )
 
-    return node_spec(one("a", "GPU-0"), one("b", "GPU-0"), one("c"), max_parallel_starts=2, ready_timeout_s=30.0)
+    return node_spec(one("a", "GPU-0"), one("b", "0"), one("c"), max_parallel_starts=2, ready_timeout_s=30.0)
 
 
 def rotated(items: list[Lane], by: int) -> list[Lane]:
@@ -189,6 +195,48 @@ class NodeMachine(RuleBasedStateMachine):
         elif proc is not None:
             proc.stuck = what == "stuck"
 
+    @rule(
+        what=st.sampled_from(
+            (
+                *("hangs", "stuck", "lets go", "ends", "no driver", "lost", "other lost", "broken", "astray", "silent"),
+                *("persistence", "well", "well"),
+            )
+        ),
+        lingers_s=st.sampled_from([0.1, 0.1, 40.0]),
+    )
+    def gpus_change(self, what: str, lingers_s: float) -> None:
+        world = self.world
+        newest = max(world.probes, default=0)
+        if what in ("hangs", "stuck") and newest:
+            world.probes[newest].hangs = True
+            world.probes[newest].stuck = what == "stuck"
+        elif what == "lets go":
+            for probe in world.probes.values():
+                probe.stuck = False
+            world.end_killed_probes()
+        elif what == "ends" and newest:
+            world.end_probe(newest)
+        changes = {
+            "no driver": {"problem": 18},
+            "lost": {"lost": frozenset({"GPU-0"})},
+            "other lost": {"lost": frozenset({"GPU-1"})},
+            "broken": {"broken": frozenset({"GPU-0"})},
+            "astray": {"astray": True},
+            "silent": {"silent": True},
+            "persistence": {"persistence": False},
+        }
+        before = Board() if what == "well" else world.board
+        world.board = replace(before, lingers_s=lingers_s, **changes.get(what, {}))  # type: ignore[arg-type]  # a table
+
+    @rule(uuid=st.sampled_from(["GPU-0", "GPU-1"]), number=st.sampled_from([31, 63, 79, 119, None]))
+    def xid(self, uuid: str, number: int | None) -> None:
+        self.world.xid(uuid, number)
+
+    @precondition(lambda self: not self.world.over)
+    @rule(op=st.sampled_from(GpuOp), gpu=st.sampled_from(["GPU-0", "GPU-1", "1", "x"]))
+    def request_of_gpus(self, op: GpuOp, gpu: str) -> None:
+        self.world.gpu_request(op, gpu)
+
     @precondition(lambda self: self.world.heard and not self.world.over)
     @rule(pick=st.integers(0, 30))
     def hear_again(self, pick: int) -> None:
@@ -281,6 +329,8 @@ def starts(world: World) -> None:
     for source in world.busy_sources():
         while world.sources[source]:
             world.deliver(source)
+    for uuid in world.cards:
+        world.gpu_request(GpuOp.CLEAR, uuid)
     for name in world.spec.engines:
         world.request(Requested(0, Op.RESET, name, "uid 1000"))
         world.request(Requested(0, Op.START, name, "uid 1000"))

@@ -23,6 +23,7 @@ from supervisord.core.model import (
     Gpu,
     LastExit,
     Node,
+    Persistence,
     Phase,
     Process,
     Progress,
@@ -32,11 +33,13 @@ from supervisord.core.model import (
     Starting,
     Stopped,
     Stopping,
+    Telemetry,
     Waiting,
     Warming,
     Warmup,
 )
 from supervisord.core.spec import EngineSpec, NodeSpec
+from tests.core.play import card, foreign, mine
 
 NOW = 1000.0
 WALL = 1_800_000_000.0
@@ -117,6 +120,27 @@ FULL = engine(
 )
 
 
+CARD = Gpu(
+    "GPU-b",
+    pci_id="0000:1b:00.0",
+    index=1,
+    name="NVIDIA H200",
+    generation="hopper",
+    kind="datacenter",
+    reading=replace(
+        card("GPU-b", 1),
+        used_bytes=5 * GIB // 2,
+        energy_j=5.55,
+        power_w=99.96,
+        processes=(mine(2, "qwen", 3), foreign(1)),
+    ),
+    quarantine=Reason("gpu_fault", "Xid 79 (fallen off the bus)"),
+    reasons=(Reason("gpu_throttled", "it runs slower"),),
+    xids={"79": 1},
+    persistence=Persistence(wanted=True, why="default for hopper datacenter"),
+)
+
+
 @pytest.mark.parametrize(("phase", "_told"), PHASES)
 def test_every_state_keeps_to_the_schema(validator: Draft202012Validator, phase: Phase, _told: object) -> None:
     validator.validate(of(engine(phase)))
@@ -126,7 +150,7 @@ def test_every_state_keeps_to_the_schema(validator: Draft202012Validator, phase:
 def test_a_node_of_many_keeps_to_the_schema(validator: Draft202012Validator) -> None:
     gpus = {
         "GPU-a": Gpu("GPU-a"),
-        "GPU-b": Gpu("GPU-b", 1, "H200", "hopper", "datacenter", 1.0, 2.0, 3.0, quarantined=True),
+        "GPU-b": CARD,
     }
     named = [replace(e, spec=replace(e.spec, name=f"e{i}")) for i, e in enumerate(engine(phase) for phase, _ in PHASES)]
     validator.validate(of(*named, FULL, gpus=gpus))
@@ -230,14 +254,12 @@ def test_what_is_no_number_is_unknown(odd: float) -> None:
     assert document["kv"] == {"total_blocks": None, "free_blocks": 5, "usage": None, "age_s": 0.0}
 
 
+SEEN = Telemetry(helper=1, running=True, answered=True, swept_at=NOW - 1, driver="580.159.04")
+
+
 def test_the_daemon_and_its_gpus() -> None:
-    fault = Reason("xid_79", "the GPU fell off the bus")
-    gpus = {
-        "GPU-a": Gpu("GPU-a", 0, "H200", "hopper", "datacenter", 143771.04, 100.0, 5.55),
-        "GPU-b": Gpu("GPU-b", 1, quarantined=True, reasons=(fault,)),
-        "GPU-c": Gpu("GPU-c"),
-    }
-    document = of(FULL, gpus=gpus, version="0.1.0", launcher="plain", config_error="cannot read x")
+    gpus = {"GPU-a": Gpu("GPU-a"), "GPU-b": CARD}
+    document = of(FULL, gpus=gpus, version="0.1.0", launcher="plain", config_error="cannot read x", telemetry=SEEN)
     assert document["version"] == 1
     assert document["supervisor"] == {
         "pid": 7,
@@ -245,29 +267,78 @@ def test_the_daemon_and_its_gpus() -> None:
         "since": "-3600.0Z",
         "launcher": "plain",
         "config_error": "cannot read x",
+        "driver": "580.159.04",
+        "gpu_trouble": None,
     }
-    first, second, third = document["gpus"]
-    assert first == {
-        "uuid": "GPU-a",
-        "index": 0,
-        "name": "H200",
+    never_seen, seen = document["gpus"]
+    assert seen == {
+        "uuid": "GPU-b",
+        "index": 1,
+        "name": "NVIDIA H200",
         "generation": "hopper",
         "class": "datacenter",
-        "memory_total_mib": 143771.0,
-        "memory_used_mib": 100.0,
+        "pci_id": "0000:1b:00.0",
+        "memory_total_mib": 81920.0,
+        "memory_used_mib": 2560.0,
+        "memory_free_mib": 81920.0,
         "energy_j": 5.5,
-        "persistence": {"wanted": None, "actual": None, "why": None},
-        "health": "ok",
-        "quarantined": False,
-        "reasons": [],
+        "temperature_c": 55.0,
+        "power_w": 100.0,
+        "utilization_percent": 40.0,
+        "persistence": {"wanted": "on", "actual": "on", "why": "default for hopper datacenter"},
+        "health": "degraded",
+        "quarantined": True,
+        "reasons": [
+            {"code": "gpu_fault", "message": "Xid 79 (fallen off the bus)"},
+            {"code": "gpu_throttled", "message": "it runs slower"},
+        ],
+        "xids": {"79": 1},
+        "processes": [
+            {"pid": 4711, "name": "VLLM::EngineCore", "memory_mib": 2048.0, "engine": "qwen"},
+            {"pid": 77, "name": "python", "memory_mib": 1024.0, "engine": None},
+        ],
         "engines": ["qwen"],
     }
-    assert (second["health"], second["quarantined"], second["engines"]) == ("degraded", True, ["qwen"])
-    assert second["reasons"] == [{"code": "xid_79", "message": "the GPU fell off the bus"}]
-    assert (third["index"], third["name"], third["generation"], third["class"], third["engines"]) == (
-        None,
-        None,
-        None,
-        None,
-        [],
-    )
+    assert {key: value for key, value in never_seen.items() if value is None or value in ([], {})} == {
+        **dict.fromkeys(("index", "name", "generation", "class", "pci_id", "energy_j", "temperature_c", "power_w")),
+        **dict.fromkeys(("memory_total_mib", "memory_used_mib", "memory_free_mib", "utilization_percent", "processes")),
+        "reasons": [],
+        "xids": {},
+    }
+    assert never_seen["persistence"] == {"wanted": None, "actual": None, "why": None}
+    assert (never_seen["health"], never_seen["quarantined"]) == ("ok", False)
+
+
+def test_what_is_not_known_of_a_gpu_now_is_null() -> None:
+    """Not the last that was known: a figure without an age is read as the present."""
+    busy = replace(FULL, gpu_bytes=3 * GIB)
+    for change in ({"hangs": 1}, {"problem": 18}, {"released_until": NOW + 9}, {"unresponsive": True}):
+        told = of(busy, gpus={"GPU-b": CARD}, telemetry=replace(SEEN, **change))
+        assert told["gpus"][0]["memory_used_mib"] is None, change
+        assert told["gpus"][0]["processes"] is None
+        assert told["engines"][0]["memory"]["gpu_mib"] is None
+        assert told["supervisor"]["gpu_trouble"]["code"]
+    told = of(busy, gpus={"GPU-b": CARD}, telemetry=SEEN)
+    assert told["engines"][0]["memory"]["gpu_mib"] == 3072.0
+    lost = replace(CARD, quarantine=None, absent_since=NOW - 1)
+    told = of(busy, gpus={"GPU-b": lost}, telemetry=SEEN)["gpus"][0]
+    assert told["memory_used_mib"] is None
+    assert told["reasons"][0] == {"code": "gpu_missing", "message": "it does not answer"}
+
+
+def test_processes_that_cannot_be_ended_are_told_of_their_gpu() -> None:
+    stuck = engine(Failed(FailedKind.UNKILLABLE, "D state"), devices=("GPU-b",))
+    told = of(stuck, gpus={"GPU-b": replace(CARD, quarantine=None, reasons=())}, telemetry=SEEN)["gpus"][0]
+    assert told["reasons"] == [{"code": "unkillable", "message": "processes of engine qwen on it cannot be ended"}]
+    assert told["health"] == "degraded"
+
+
+@pytest.mark.parametrize(("wanted", "word"), [(None, "leave"), (True, "on"), (False, "off")])
+def test_persistence_in_words(*, wanted: bool | None, word: str) -> None:
+    gpu = replace(CARD, persistence=Persistence(wanted=wanted, why="persistence", told="refused (it needs root)"))
+    told = of(gpus={"GPU-b": gpu}, telemetry=SEEN)["gpus"][0]["persistence"]
+    assert told == {"wanted": word, "actual": "on", "why": "refused (it needs root)"}
+    dark = replace(gpu, reading=replace(card("GPU-b"), persistence=False))
+    assert of(gpus={"GPU-b": dark}, telemetry=SEEN)["gpus"][0]["persistence"]["actual"] == "off"
+    unknown = replace(gpu, reading=replace(card("GPU-b"), persistence=None))
+    assert of(gpus={"GPU-b": unknown}, telemetry=SEEN)["gpus"][0]["persistence"]["actual"] is None

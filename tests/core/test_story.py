@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supervisord.core import story
+from supervisord.core import admission, story, story_texts, telemetry
 from supervisord.core.incident import Event, between, last_incident
 from supervisord.core.messages import Booted, EndRequested, Exited, Op, Record, Severity, SpawnFailed
-from supervisord.core.model import Engine, ExitClass, Found, State
+from supervisord.core.model import Engine, ExitClass, Found, Ready, Reason, State
 from supervisord.core.story import Story, tell
 from tests.core import tales
 from tests.core.play import engine_spec, process
@@ -37,9 +37,12 @@ def told(*records: Record, every_s: float = 10.0) -> list[Event]:
 # --- every story ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TALES)
+ALL = {**TALES, **tales.GPU_TALES}
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_story_is_short_and_in_order(name: str) -> None:
-    found = TALES[name]().story()
+    found = ALL[name]().story()
     assert len(found.lines) <= 12
     order = ["SEEN", "RULE", "DONE", "NOW", "DO"]
     sections = [line.section for line in found.lines]
@@ -68,10 +71,17 @@ def test_a_story_is_short_and_in_order(name: str) -> None:
         ("unkillable", "operator", "failed", "it has failed (unkillable)"),
         ("reloaded", "reload", "ready", "qwen was ended (reload); ready 22.4 s later"),
         ("uneventful", None, "ready", "qwen was never restarted"),
+        ("gpu-lost", "gpu_fault", "waiting", "qwen was ended (gpu_fault); it waits"),
+        ("gpu-mended", "gpu_fault", "ready", "qwen was ended (gpu_fault); ready"),
+        ("gpu-released", "exited", "waiting", "qwen ended by itself (exit code 1, crash); it waits"),
+        ("memory-held", "gpu_memory_held", "waiting", "qwen met a closed gate (gpu_memory_held); it waits"),
+        ("memory-stays", "exited", "waiting", "qwen ended by itself (exit code 1, crash); it waits"),
+        ("wrong-gpu", "wrong_gpu", "backoff", "qwen was ended (wrong_gpu); it will be started again"),
+        ("stalled", "stalled", "ready", "qwen was ended (stalled); ready"),
     ],
 )
 def test_headline_rule_and_outcome(name: str, rule: str | None, outcome: str, headline: str) -> None:
-    found = TALES[name]().story()
+    found = ALL[name]().story()
     assert (found.rule, found.outcome) == (rule, outcome)
     assert headline in found.headline
 
@@ -90,6 +100,76 @@ def test_numbers_stand_against_their_thresholds() -> None:
     # A rule that this text knows nothing about.
     rules = texts(tell(QWEN, told(record("killing", "new_rule", limit=3)), None, 0.0, 0.0), "RULE")
     assert rules == ["new_rule: see the event", "limit 3"]
+
+
+def test_a_gpu_fault_and_its_remedy() -> None:
+    found = tales.gpu_lost().story()
+    assert "Xid 79 (fallen off the bus)" in texts(found, "SEEN")[0]
+    assert "nothing is started there until an operator clears it" in texts(found, "RULE")[0]
+    assert texts(found, "DONE")[0] == (
+        "SIGKILL to all of it; evidence, in the state directory: evidence/qwen.1.gpu_fault.txt"
+    )
+    assert texts(found, "NOW")[0].endswith("then: vllm-supervisor gpu clear GPU-0")
+    assert "vllm-supervisor gpu clear GPU" in texts(found, "DO")[0]
+    assert texts(tales.gpu_mended().story(), "DO") == ["nothing; if it happens again: vllm-supervisor logs qwen"]
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "do"),
+    [
+        ("memory-held", "", "end what holds the memory; it goes on by itself"),
+        ("memory-stays", "pid 4711 (engine qwen) holds 70.0 GiB", "end what holds the memory; it goes on by itself"),
+        ("gpu-released", "NVML is closed by an operator", "look at: vllm-supervisor gpu, and nvidia-smi"),
+    ],
+)
+def test_the_gates_of_gpus_in_words(name: str, now: str, do: str) -> None:
+    found = ALL[name]().story()
+    assert now in texts(found, "NOW")[0]
+    assert texts(found, "DO")[0].startswith(do)
+
+
+def test_memory_that_stays_is_a_step_of_the_story() -> None:
+    done = texts(tales.memory_stays().story(), "DONE")
+    assert any("71,680 MiB of its pid 4711" in text for text in done)
+    assert "pid 77 (python) holds 60.0 GiB" in texts(tales.memory_held().story(), "SEEN")[0]
+
+
+def test_the_evidence_of_a_verdict_is_named_and_is_no_number() -> None:
+    found = tales.stalled().story()
+    assert texts(found, "DONE")[0] == (
+        "SIGKILL to all of it; evidence, in the state directory: evidence/qwen.1.stalled.txt"
+    )
+    assert "evidence" not in "".join(texts(found, "RULE"))
+    # A restart that drains first names it as well.
+    events = told(
+        record("ready"),
+        record("verdict", "free_blocks", free=42, evidence="evidence/qwen.1.free_blocks.txt"),
+        record("draining", "free_blocks"),
+    )
+    (done,) = texts(tell(QWEN, events, None, 0.0, 0.0), "DONE")
+    assert done.startswith("out of traffic; requests in flight may finish; evidence, in the state directory: ")
+    assert done.endswith("evidence/qwen.1.free_blocks.txt")
+
+
+def test_the_first_look_at_the_gpus_is_no_incident() -> None:
+    assert tales.serving(gpus=("GPU-0",)).story().headline == "qwen was never restarted"
+
+
+def test_an_engine_that_only_its_gpus_degrade() -> None:
+    tale = tales.serving(gpus=("GPU-0",))
+    for codes, do in (
+        (("gpu_throttled",), "it serves, but NOW says what is wrong with its GPUs: vllm-supervisor gpu"),
+        (("gpu_throttled", "slo"), "it serves, but NOW says what is wrong; its log: vllm-supervisor logs qwen"),
+        (("gpu_creep",), "it serves, but NOW says what is wrong; its log: vllm-supervisor logs qwen"),
+    ):
+        tale.change(QWEN, phase=Ready(found=tuple(Reason(code, "x") for code in codes)))
+        assert texts(tale.story(), "DO") == [do]
+
+
+def test_every_way_in_which_gpus_degrade_has_its_words() -> None:
+    codes = {code for code, _ in telemetry.NO_DRIVER.values()} | {telemetry.no_driver(77).code}
+    assert codes <= story_texts.OF_GPUS
+    assert set(story_texts.GATES) >= admission.GPU_GATES
 
 
 def test_the_numbers_of_another_generation_are_not_taken() -> None:

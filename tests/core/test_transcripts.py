@@ -1,7 +1,8 @@
 """Incidents as transcripts: what is observed and what is decided, with times, reviewed as diffs.
 
 A file in tests/data/transcripts holds the configuration (`given`), the observations (`>>`, as Python) and, generated,
-all that follows: the clock when it is due, actions (`<<`), what is told (`..`) and state changes (`==`).
+all that follows: the clock when it is due, actions (`<<`), what is told (`..`) and state changes (`==`). Sweeps of GPUs
+are answered at once with what `Cards` said last, and are not shown.
 
 TRANSCRIPTS=write writes them anew.
 """
@@ -18,11 +19,26 @@ import pytest
 
 from supervisord.core import durable, messages, model
 from supervisord.core import node as reducer
-from supervisord.core.messages import Action, Booted, Due, Observation, Record, Reply, What
+from supervisord.core.gpu_samples import GpuReading, GpuSweep
+from supervisord.core.messages import Action, Booted, Due, GpusSwept, Observation, Record, Reply, SweepGpus, What
 from supervisord.core.model import Node
 from supervisord.core.spec import EngineSpec
 from tests.core.invariants import Step, check
-from tests.core.play import BAD, GOOD, engine_spec, new_node, node_spec, plan_ids, process
+from tests.core.play import (
+    BAD,
+    GOOD,
+    PROBING,
+    card,
+    cards_of,
+    engine_spec,
+    foreign,
+    holds,
+    mine,
+    new_node,
+    node_spec,
+    plan_ids,
+    process,
+)
 
 FILES: Final = sorted((Path(__file__).parents[1] / "data" / "transcripts").glob("*.txt"))
 INPUT: Final = re.compile(r"^ *(?P<at>\d+\.\d{3}) >> (?!clock$)(?P<what>.*)$")
@@ -32,11 +48,23 @@ class NewDaemon(Booted):
     """The daemon was killed, and the next one starts from what was saved and what it finds."""
 
 
+class Cards:
+    """From now on sweeps see these."""
+
+    def __init__(self, cards: tuple[GpuReading, ...]) -> None:
+        self.cards = cards
+
+
 NAMES: Final[dict[str, Any]] = {
     **{name: value for module in (messages, model) for name, value in vars(module).items() if name[0].isupper()},
     "NewDaemon": lambda *found: NewDaemon(found),
     "engine": engine_spec,
     "process": process,
+    "Cards": lambda *cards: Cards(cards),
+    "card": card,
+    "holds": holds,
+    "mine": mine,
+    "foreign": foreign,
     "GOOD": GOOD,
     "BAD": BAD,
 }
@@ -48,15 +76,22 @@ class Telling:
     def __init__(self, engines: list[EngineSpec]) -> None:
         self.spec = node_spec(*engines)
         self.node: Node = new_node(self.spec)
+        self.cards = cards_of(self.spec)
 
     def until(self, end: float) -> Iterator[str]:
         """What the clock causes up to and including `end`."""
         while (at := reducer.wakeup(self.node)) is not None and at <= end:
-            yield f"{at:9.3f} >> clock"
-            yield from self.step(Due(What.CLOCK), at)
+            asked_before = self.node.telemetry.number
+            lines = list(self.step(Due(What.CLOCK), at))
+            if lines or self.node.telemetry.number == asked_before:
+                yield f"{at:9.3f} >> clock"
+                yield from lines
 
-    def see(self, seen: Observation, at: float) -> Iterator[str]:
+    def see(self, seen: Observation | Cards, at: float) -> Iterator[str]:
         """What an observation causes."""
+        if isinstance(seen, Cards):
+            self.cards = seen.cards
+            return
         if isinstance(seen, NewDaemon):
             known = durable.save(self.node)
             engines = durable.restore(self.spec, plan_ids(self.spec), known, at, same_boot=True, spawned={})
@@ -68,12 +103,16 @@ class Telling:
         before = self.node
         self.node, actions = reducer.step(before, seen, at)
         check(Step(before, seen, at, self.node, actions))
-        yield from (f"{'':9} {line(action)}" for action in actions)
+        yield from (f"{'':9} {line(action)}" for action in actions if not isinstance(action, PROBING))
         for name, engine in self.node.engines.items():
             old = before.engines.get(name)
             if old is None or old.state is not engine.state:
                 yield f"{'':9} == {name} is {engine.state.value}"
         yield from (f"{'':9} == {name} is forgotten" for name in before.engines if name not in self.node.engines)
+        for asked in actions:
+            if isinstance(asked, SweepGpus):
+                sweep = GpuSweep(at, self.cards, slow=asked.slow, driver="580.1")
+                yield from self.step(GpusSwept(asked.helper, asked.number, sweep), at)
 
 
 def line(action: Action) -> str:
@@ -85,7 +124,13 @@ def line(action: Action) -> str:
             return f"<< reply {action.request}, {action.answer.value}: {action.message}"
         case _:
             fields = [getattr(action, name) for name in action.__dataclass_fields__]
-            return " ".join(["<<", type(action).__name__, *(str(value) for value in fields if value is not False)])
+            return " ".join(
+                [
+                    "<<",
+                    type(action).__name__,
+                    *(str(value) for value in fields if value is not False and value is not None),
+                ]
+            )
 
 
 def tell(text: str) -> str:

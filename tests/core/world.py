@@ -6,6 +6,9 @@ Actions wait in lanes, one of each engine for everything done to its processes, 
 within a lane order is kept, between lanes it is not. What comes of them waits in sources: the answers of each lane and
 the exits of each engine, again ordered only within. Nothing happens by itself: the state machine chooses.
 
+The GPUs are those of the configuration. A sweep sees the processes that live, and for a while the memory of those that
+died; a probe that hangs answers no more until it is killed, and one that is stuck not even that ends.
+
 The contract that the adapters keep, and this world with them: a launch is answered exactly once; `Spawned` comes before
 `Exited` of the same generation; `Sweep` reaches every process of its engine; `Found` names each engine at most once;
 nothing is heard of an engine that was forgotten when one of the same name is configured again (its count begins anew).
@@ -23,6 +26,7 @@ from typing import Any
 
 from supervisord.core import durable
 from supervisord.core import node as reducer
+from supervisord.core.gpu_samples import GpuProcess, GpuReading, GpuSweep
 from supervisord.core.messages import (
     Abandon,
     Action,
@@ -34,10 +38,16 @@ from supervisord.core.messages import (
     Exited,
     Finish,
     GateClosed,
+    GpuHelperEnded,
+    GpuOp,
+    GpuRequested,
+    GpusSwept,
     KeepEvidence,
+    KillGpuHelper,
     Launch,
     MeasureProgress,
     Observation,
+    PersistenceSet,
     PortAnswered,
     PortForeign,
     Probe,
@@ -48,15 +58,19 @@ from supervisord.core.messages import (
     Requested,
     Sampled,
     SendCanary,
+    SetPersistence,
     Spawned,
     SpawnFailed,
+    StartGpuHelper,
     Sweep,
+    SweepGpus,
     Swept,
     Terminate,
     WarmedUp,
     WarmUp,
     WatchPort,
     What,
+    XidSeen,
 )
 from supervisord.core.model import (
     ExitClass,
@@ -75,10 +89,12 @@ from tests.core.invariants import (
     WORLD_INVARIANTS,
     Step,
     check,
+    few_probes_live,
     forgotten_means_gone,
     ready_is_said_once,
     what_was_saved_survives,
 )
+from tests.core.play import GIB, card, holds
 
 T0 = 1000.0
 
@@ -94,12 +110,14 @@ class Core:
     wakeup: Callable[[Node], float | None] = reducer.wakeup
     save: Callable[[Node], dict[str, Any]] = durable.save
     restore: Callable[..., dict[str, Any]] = durable.restore
+    save_gpus: Callable[[Node], dict[str, Any]] = durable.save_gpus
+    restore_gpus: Callable[[Mapping[str, Any]], dict[str, Any]] = durable.restore_gpus
 
 
 def core_of(modules: Mapping[str, ModuleType]) -> Core:
     """A core made of other modules."""
     node, kept = modules["node"], modules["durable"]
-    return Core(node.step, node.wakeup, kept.save, kept.restore)
+    return Core(node.step, node.wakeup, kept.save, kept.restore, kept.save_gpus, kept.restore_gpus)
 
 
 @dataclass
@@ -119,6 +137,8 @@ class Proc:
     """SIGKILL has no effect: it sits in the kernel."""
     watched: bool = False
     """The present daemon hears of its exit."""
+    on: tuple[str, ...] = ()
+    """UUIDs of its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +151,42 @@ class Luck:
     children: int = 1
 
 
+@dataclass(frozen=True)
+class Rest:
+    """Memory of a process that died, which comes back at `until`."""
+
+    engine: str
+    generation: int
+    pid: int
+    on: tuple[str, ...]
+    until: float
+
+
+@dataclass
+class GpuHelper:
+    """A probe process."""
+
+    hangs: bool = False
+    stuck: bool = False
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class Board:
+    """How the GPUs are. `problem`: NVML does not work at all; `lingers_s`: until memory of the dead comes back."""
+
+    problem: int | None = None
+    lost: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
+    """The driver asks for a reset."""
+    astray: bool = False
+    """CUDA counts differently: processes run on another GPU than they were given."""
+    silent: bool = False
+    """No process list."""
+    lingers_s: float = 0.1
+    persistence: bool = True
+
+
 CRASH_TAILS: Mapping[str, tuple[str, ...]] = {
     "crash": ("RuntimeError: Engine core initialization failed.",),
     "config": ("ValueError: To serve at least one request with the model's max seq len (9) no",),
@@ -139,6 +195,9 @@ CRASH_TAILS: Mapping[str, tuple[str, ...]] = {
 }
 
 Lane = tuple[str, str]
+
+PROBE: Lane = ("", "gpu")
+"""What is asked of the GPU probe, in order, and what comes of it."""
 
 
 @dataclass
@@ -173,6 +232,12 @@ class World:
     """An engine was found that is not configured: it is stopped by the defaults, which are slow."""
     adoptable: set[str] = field(default_factory=set)
     """Engines whose main process was found alive by the present daemon."""
+    board: Board = Board()
+    rests: list[Rest] = field(default_factory=list)
+    probes: dict[int, GpuHelper] = field(default_factory=dict)
+    """Those of the present daemon that live."""
+    saved_gpus: dict[str, Any] = field(default_factory=dict)
+    saved_gpus_before: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.start_daemon(same_boot=True)
@@ -181,7 +246,8 @@ class World:
 
     def reboot(self) -> None:
         """The machine starts anew: nothing lives, only the disk is left."""
-        self.procs, self.spent = {}, {}
+        self.procs, self.spent, self.rests = {}, {}, []
+        self.board = Board(broken=self.board.broken)
         self.start_daemon(same_boot=False)
 
     def start_daemon(self, *, same_boot: bool) -> None:
@@ -193,7 +259,9 @@ class World:
         engines = self.core.restore(
             self.spec, self.plans, saved, self.now, same_boot=same_boot, spawned=dict(self.spawned)
         )
-        self.node = Node(spec=self.spec, engines=engines)
+        self.probes = {}
+        gpus = self.core.restore_gpus(json.loads(json.dumps(self.saved_gpus)))
+        self.node = Node(spec=self.spec, engines=engines, gpus=gpus)
         for proc in self._all():
             proc.watched = False
         found = self._found()
@@ -213,7 +281,7 @@ class World:
     def kill_daemon(self, *, persisted: bool) -> None:
         """SIGKILL of the daemon: what waited in lanes and sources is lost, perhaps the last state too."""
         if not persisted:
-            self.saved = self.saved_before
+            self.saved, self.saved_gpus = self.saved_before, self.saved_gpus_before
             self.spent = {name: [at for at in times if at < self.turned_at] for name, times in self.spent.items()}
         before = self.node
         self.start_daemon(same_boot=True)
@@ -233,6 +301,7 @@ class World:
         for name in before.engines.keys() - self.node.engines.keys():
             self._forget(name)
         self.saved_before, self.saved = self.saved, self.core.save(self.node)
+        self.saved_gpus_before, self.saved_gpus = self.saved_gpus, self.core.save_gpus(self.node)
 
     def _forget(self, name: str) -> None:
         self.heard = [seen for seen in self.heard if getattr(seen, "engine", None) != name]
@@ -247,6 +316,7 @@ class World:
             for invariant in WORLD_INVARIANTS:
                 invariant(self.node, self.now, self, engine)
         ready_is_said_once(self, self.node)
+        few_probes_live(self, self.node)
         forgotten_means_gone(self, self.node, self.procs)
 
     def _count(self, before: Node, seen: Observation, actions: tuple[Action, ...]) -> None:
@@ -272,12 +342,99 @@ class World:
                 self.over = True
             case Record() | Reply():
                 pass
+            case StartGpuHelper() | SweepGpus() | KillGpuHelper() | SetPersistence():
+                self.lanes.setdefault(PROBE, deque()).append((action, ""))
             case _:
                 lane = (action.engine, _LANE.get(type(action), "process"))
                 self.lanes.setdefault(lane, deque()).append((action, self.plans.get(action.engine, "")))
 
     def _say(self, engine: str, source: str, seen: Observation) -> None:
         self.sources.setdefault((engine, source), deque()).append(seen)
+
+    # --- GPUs ---
+
+    def _probing(self, action: StartGpuHelper | SweepGpus | KillGpuHelper | SetPersistence, luck: Luck) -> None:
+        """What the probe is asked; one that hangs or is gone answers nothing."""
+        probe = self.probes.get(action.helper)
+        match action:
+            case StartGpuHelper():
+                if luck.outcome == "crash":
+                    self._say(*PROBE, GpuHelperEnded(action.helper, "cannot start it"))
+                else:
+                    self.probes[action.helper] = GpuHelper()
+            case KillGpuHelper():
+                if probe is not None:
+                    probe.killed = True
+                    self.end_killed_probes()
+            case _ if probe is None or probe.hangs:
+                pass
+            case SweepGpus():
+                self._say(*PROBE, GpusSwept(action.helper, action.number, self._sweep_of(slow=action.slow)))
+            case SetPersistence():
+                done = luck.outcome == "spawn"
+                if done:
+                    self.board = replace(self.board, persistence=action.on)
+                self._say(*PROBE, PersistenceSet(action.uuid, action.on, None if done else 4))
+
+    def end_probe(self, helper: int) -> None:
+        """It is gone, and that is told."""
+        if self.probes.pop(helper, None) is not None:
+            self._say(*PROBE, GpuHelperEnded(helper, "it ended"))
+
+    def end_killed_probes(self) -> None:
+        """What was killed and is not stuck any more ends."""
+        for helper, probe in list(self.probes.items()):
+            if probe.killed and not probe.stuck:
+                self.end_probe(helper)
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """The GPUs of this machine; the second is nobody's."""
+        return ("GPU-0", "GPU-1")
+
+    @property
+    def helpers(self) -> int:
+        """Probe processes of this daemon that live."""
+        return len(self.probes)
+
+    def _sweep_of(self, *, slow: bool) -> GpuSweep:
+        if self.board.problem is not None:
+            return GpuSweep(self.now, (), self.board.problem, slow=slow)
+        there = [uuid for uuid in self.cards if uuid not in self.board.lost]
+        return GpuSweep(self.now, tuple(self._reading(uuid, n) for n, uuid in enumerate(there)), slow=slow)
+
+    def _reading(self, uuid: str, index: int) -> GpuReading:
+        self.rests = [rest for rest in self.rests if rest.until > self.now]
+        living = [(name, p.generation, p.pid, p.on) for name, procs in self.procs.items() for p in procs]
+        dead = [(rest.engine, rest.generation, rest.pid, rest.on) for rest in self.rests]
+        used = [
+            GpuProcess(pid, 20 * GIB, "vllm", name, generation)
+            for name, generation, pid, on in (*living, *dead)
+            if (uuid in on) is not (self.board.astray and bool(on))
+        ]
+        reading = replace(
+            holds(card(uuid, index), *used),
+            pci_id=f"0000:0{self.cards.index(uuid)}:00.0",
+            persistence=self.board.persistence,
+        )
+        if self.board.silent:
+            reading = replace(reading, processes=None)
+        return replace(reading, recovery_action=1 if uuid in self.board.broken else 0)
+
+    def xid(self, uuid: str, number: int | None) -> None:
+        """The kernel reports a fault, of the newest process there if there is one."""
+        whose = next(((name, proc) for name, procs in self.procs.items() for proc in procs if uuid in proc.on), None)
+        pci_id = f"0000:0{self.cards.index(uuid)}:00.0"
+        seen = XidSeen(self.now, pci_id, number, "kmsg")
+        if whose is not None:
+            name, proc = whose
+            seen = replace(seen, pid=proc.pid, engine=name, generation=proc.generation)
+        self._say("", "kmsg", seen)
+
+    def gpu_request(self, op: GpuOp, gpu: str | None) -> None:
+        """An operator asks something of GPUs."""
+        self.requests += 1
+        self.see(GpuRequested(self.requests, op, gpu, "uid 1000"))
 
     # --- what the invariants ask ---
 
@@ -319,6 +476,14 @@ class World:
         """Do the next thing in a lane, which has one."""
         action, plan_id = self.lanes[lane].popleft()
         match action:
+            case StartGpuHelper() | SweepGpus() | KillGpuHelper() | SetPersistence():
+                self._probing(action, luck)
+            case _:
+                self._perform(action, plan_id, luck)
+        self.check()
+
+    def _perform(self, action: Action, plan_id: str, luck: Luck) -> None:
+        match action:
             case Launch():
                 self._launch(action, plan_id, luck)
             case Adopt():
@@ -344,7 +509,6 @@ class World:
                 pass
             case _:
                 raise TypeError(action)
-        self.check()
 
     def _abandon(self, action: Abandon) -> None:
         for kept in (self.watching, self.warming):
@@ -354,16 +518,24 @@ class World:
     def _launch(self, action: Launch, plan_id: str, luck: Luck) -> None:
         name, generation = action.engine, action.generation
         if luck.outcome == "gate":
-            self._say(name, "process", GateClosed(name, generation, "gpu_memory_held", "pid 4 holds 70 GiB"))
+            self._say(name, "process", GateClosed(name, generation, "port_held", "pid 4 has it"))
         elif luck.outcome in ("config", "crash"):
             self._say(name, "process", SpawnFailed(name, generation, ExitClass(luck.outcome), "cannot spawn"))
         else:
             pid, self.next_pid = self.next_pid, self.next_pid + 10
             proc = Proc(generation, plan_id, pid, children=luck.children, swallows=luck.swallows, deaf=luck.deaf)
             proc.watched = True
+            proc.on = self._given(name, action.devices)
             self.spawned[name] = generation
             self.procs.setdefault(name, []).append(proc)
             self._say(name, "process", Spawned(name, generation, Process(pid, 1, "boot")))
+
+    def _given(self, name: str, devices: tuple[int, ...] | None) -> tuple[str, ...]:
+        there = [uuid for uuid in self.cards if uuid not in self.board.lost]
+        if devices is not None:
+            return tuple(there[index] for index in devices if index < len(there))
+        names = self.spec.engines[name].gpus if name in self.spec.engines else ()
+        return tuple(uuid for uuid in names if uuid in self.cards)
 
     def _adopt(self, action: Adopt) -> None:
         mains = [proc for proc in self.procs.get(action.engine, ()) if proc.main]
@@ -417,7 +589,12 @@ class World:
         self.bury(engine)
 
     def bury(self, engine: str) -> None:
-        """Forget generations of which nothing lives."""
+        """Forget generations of which nothing lives; their GPU memory comes back a little later."""
+        self.rests += [
+            Rest(engine, proc.generation, proc.pid, proc.on, self.now + self.board.lingers_s)
+            for proc in self.procs.get(engine, ())
+            if proc.on and not proc.main and not proc.children
+        ]
         self.procs[engine] = [proc for proc in self.procs.get(engine, ()) if proc.main or proc.children]
 
     def deliver(self, source: Lane) -> None:
@@ -483,13 +660,18 @@ class World:
         twin.spent = {name: list(times) for name, times in self.spent.items()}
         twin.heard, twin.watching, twin.warming = list(self.heard), dict(self.watching), dict(self.warming)
         twin.spawned = dict(self.spawned)
+        twin.probes, twin.rests = {n: replace(probe) for n, probe in self.probes.items()}, list(self.rests)
         twin.good, twin.adoptable = dict(self.good), set(self.adoptable)
         return twin
 
     def heal(self) -> None:
-        """From now on everything that gets SIGKILL dies."""
+        """From now on everything that gets SIGKILL dies, and the driver works."""
         for proc in self._all():
             proc.stuck = False
+        for probe in self.probes.values():
+            probe.stuck = False
+        self.end_killed_probes()
+        self.board = Board()
 
     def one_turn(self, luck: Luck) -> bool:
         """All that waits is performed and one thing is heard; everything answers. False: nothing was waiting."""

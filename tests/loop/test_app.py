@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from supervisord import app
 from supervisord.config import load
 from supervisord.core.messages import Due, Observation, Reconfigured, WindowOpened
+from supervisord.engine.profiles import Profiles
 from supervisord.history import History
 from supervisord.log import Journal
 from supervisord.voice import Voice
@@ -61,8 +63,8 @@ def test_a_reload_that_the_loop_answers_late_is_applied_whole(
     path.write_text(CONFIG.format(state=home, interval=3600, engines=""), encoding="utf-8")
     path.chmod(0o600)
     spec = load(path, trust=False).spec
-    daemon = app.Daemon(path, spec, voice, history)
-    monkeypatch.setattr(daemon, "_as_root", False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    daemon = app.Daemon(path, spec, Profiles(()), voice, history)
     daemon._schedule.start()
     try:
         path.write_text(CONFIG.format(state=home, interval=1800, engines=ENGINE), encoding="utf-8")

@@ -11,10 +11,24 @@ from typing import Any, cast
 import pytest
 
 from supervisord import effects as module
-from supervisord.core.messages import Adopt, Exited, KeepEvidence, Observation, Probe, Sampled
-from supervisord.core.model import LaunchPlan, Node, Sample
+from supervisord.core.messages import (
+    Adopt,
+    Exited,
+    KeepEvidence,
+    KillGpuHelper,
+    Launch,
+    Observation,
+    Probe,
+    Sampled,
+    SetPersistence,
+    Spawned,
+    StartGpuHelper,
+    SweepGpus,
+)
+from supervisord.core.model import Gpu, LaunchPlan, Node, Process, Reason, Sample
 from supervisord.core.spec import EngineSpec, ProbeSpec
 from supervisord.effects import NodeEffects, Parts
+from supervisord.gpu.client import GpuProbe
 from supervisord.lanes import Lanes
 from supervisord.launcher.base import Launcher
 from supervisord.loop import Board, Inbox
@@ -35,6 +49,11 @@ class FakeLauncher:
 
     def __init__(self) -> None:
         self.evidence: list[tuple[str, int, str, tuple[str, ...]]] = []
+        self.launched: list[LaunchPlan] = []
+
+    def launch(self, plan: LaunchPlan, generation: int) -> Process:
+        self.launched.append(plan)
+        return Process(100 + generation, 1, "boot")
 
     def adopt(self, engine: str, generation: int) -> None:
         pass
@@ -50,6 +69,25 @@ class FakeLauncher:
 
     def rotate_if_large(self, engine: str) -> bool:
         return False
+
+
+class FakeGpuProbe:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def start(self, helper: int) -> None:
+        self.asked.append(("start", helper))
+
+    def kill(self, helper: int) -> None:
+        self.asked.append(("kill", helper))
+
+    def sweep(self, helper: int, number: int, *, slow: bool) -> None:
+        self.asked.append(("sweep", helper, number, slow))
+
+    def set_persistence(self, helper: int, uuid: str, *, on: bool) -> None:
+        self.asked.append(("persistence", helper, uuid, on))
 
 
 class FakeProbe:
@@ -76,6 +114,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.inbox: Inbox = SimpleQueue()
         self.launcher = FakeLauncher()
+        self.gpus = FakeGpuProbe()
+        self.state = StateFile(folder, lambda _: None)
         self.bugs: list[BaseException] = []
         self.resyncs: list[None] = []
         self.node = new_node(node_spec(engine_spec("a", env={"HF_TOKEN": TOKEN, "SWITCH": "1"})))
@@ -84,11 +124,12 @@ class Bench:
                 inbox=self.inbox,
                 lanes=Lanes(lambda _, error: self.bugs.append(error)),
                 launcher=cast("Launcher", self.launcher),
+                gpus=cast("GpuProbe", self.gpus),
                 plan=_plan,
                 voice=cast("Voice", None),
                 notifier=Notifier(),
                 board=Board(self.node),
-                state=StateFile(folder, lambda _: None),
+                state=self.state,
                 answer=lambda _: None,
                 resync=lambda: self.resyncs.append(None),
             )
@@ -193,3 +234,45 @@ def test_host_memory_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert seen.sample.host_bytes == HOST_BYTES
     assert seen.sample.host_limit_bytes is not None
     assert seen.sample.host_limit_bytes > HOST_BYTES, "what the machine still has comes on top"
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_is_asked_what_was_decided(bench: Bench) -> None:
+    for action in (
+        StartGpuHelper(2),
+        SweepGpus(2, 7, slow=True),
+        SetPersistence(2, "GPU-0", on=False),
+        KillGpuHelper(2),
+    ):
+        bench.effects.perform(action, bench.node)
+    assert bench.gpus.asked == [
+        ("start", 2),
+        ("sweep", 2, 7, True),
+        ("persistence", 2, "GPU-0", False),
+        ("kill", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible"),
+    [((2, 0), "2,0"), ((0,), "0"), ((), ""), (None, None)],
+    ids=["two", "one", "none", "unknown"],
+)
+def test_an_engine_sees_the_devices_that_were_decided(
+    bench: Bench, devices: tuple[int, ...] | None, visible: str | None
+) -> None:
+    bench.effects.perform(Launch("a", 1, devices), bench.node)
+    assert bench.next() == Spawned("a", 1, Process(101, 1, "boot"))
+    assert bench.launcher.launched[0].env.get("CUDA_VISIBLE_DEVICES") == visible
+    assert bench.launcher.launched[0].env["HF_TOKEN"] == TOKEN
+
+
+def test_a_quarantine_is_saved_and_so_is_its_end(bench: Bench) -> None:
+    bad = Gpu("GPU-0", pci_id="0000:1b:00.0", quarantine=Reason("gpu_lost", "it is gone"))
+    bench.change(lambda node: replace(node, gpus={"GPU-0": bad}))
+    wait_until(lambda: "GPU-0" in bench.state.gpus, 20, "it to be saved")
+    assert bench.state.gpus["GPU-0"]["code"] == "gpu_lost"
+    bench.change(lambda node: replace(node, gpus={"GPU-0": replace(bad, quarantine=None)}))
+    wait_until(lambda: not bench.state.gpus, 20, "it to be forgotten")

@@ -168,7 +168,7 @@ def test_a_whole_day_replays_from_any_hour(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(history_rows, "NODE_EVERY_S", 600.0)
     turns: list[Turn] = []
     kept = History(tmp_path, pytest.fail)
-    chance = random.Random(7)
+    chance = random.Random(1)
     world = recorded_world(kept, turns)
     for _ in range(20):
         drive(world, chance.randrange, 40, mortal=False)

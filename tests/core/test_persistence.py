@@ -1,0 +1,221 @@
+"""Persistence mode: what is wanted for which GPU, what keeps us from setting it, and what is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from supervisord.core import persistence
+from supervisord.core.gpu_samples import GpuReading
+from supervisord.core.messages import (
+    Booted,
+    Due,
+    GpuHelperEnded,
+    KillGpuHelper,
+    PersistenceSet,
+    Reconfigured,
+    SetPersistence,
+    Severity,
+    What,
+)
+from supervisord.core.model import Gpu, Persistence
+from supervisord.core.persistence import REVERTED_MAX, wanted
+from supervisord.core.spec import GpuSpec
+from tests.core.play import Play, card, engine_spec, foreign, new_node, node_spec, plan_ids
+
+H200 = Gpu("GPU-0", pci_id="0000:1b:00.0", name="NVIDIA H200", generation="hopper", kind="datacenter")
+
+
+# --- what is wanted ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "kind", "value"),
+    [
+        ("ampere", "geforce", False),
+        ("ada", "geforce", True),
+        ("blackwell", "geforce", None),
+        ("turing", "geforce", None),
+        ("pascal", "datacenter", None),
+        ("volta", "datacenter", True),
+        ("turing", "datacenter", True),
+        ("turing", "professional", None),
+        ("ampere", "datacenter", True),
+        ("ampere", "professional", True),
+        ("hopper", "datacenter", True),
+        ("blackwell", "datacenter", True),
+        ("blackwell", "integrated", None),
+        ("hopper", "superchip", None),
+        ("", "", None),
+    ],
+)
+def test_the_defaults_of_the_policy(*, generation: str, kind: str, value: bool | None) -> None:
+    found, why = wanted(Gpu("GPU-0", generation=generation, kind=kind), GpuSpec())
+    assert found is value
+    assert why.startswith(f"default for {generation or 'unknown'} {kind or 'unknown'}")
+    assert why.endswith(": left as it is") is (value is None)
+
+
+@pytest.mark.parametrize(("word", "value"), [("on", True), ("off", False), ("leave", None)])
+def test_a_word_for_all(*, word: Literal["on", "off", "leave"], value: bool | None) -> None:
+    assert wanted(H200, GpuSpec(persistence=word)) == (value, f'gpu.persistence = "{word}"')
+
+
+def test_the_most_exact_override_holds() -> None:
+    overrides = {"NVIDIA H*": "off", "00000000:1B:00.0": "leave", "GPU-0": "on", "GPU-7": "off"}
+    assert wanted(H200, GpuSpec(persistence_override=overrides)) == (True, 'persistence_override."GPU-0"')
+    del overrides["GPU-0"]
+    assert wanted(H200, GpuSpec(persistence_override=overrides))[0] is None
+    del overrides["00000000:1B:00.0"]
+    assert wanted(H200, GpuSpec(persistence_override=overrides)) == (False, 'persistence_override."NVIDIA H*"')
+    del overrides["NVIDIA H*"]
+    assert wanted(H200, GpuSpec(persistence="off", persistence_override=overrides)) == (
+        False,
+        'gpu.persistence = "off"',
+    )
+    assert wanted(H200, GpuSpec(persistence="off", persistence_override={"GPU-0": "auto"}))[0] is True
+
+
+# --- reconciling ------------------------------------------------------------------------------------------------------
+
+
+OFF, ON = card(persistence=False), card(persistence=True)
+
+
+def seen(*cards: GpuReading, **keys: Any) -> Play:
+    """A first sweep that saw these cards; `keys` of [gpu]."""
+    spec = replace(node_spec(engine_spec(gpus=("GPU-0",), autostart=False)), gpu=GpuSpec(**keys))
+    play = Play(new_node(spec))
+    play.cards = None
+    return play.see(Booted()).sweep(*cards)
+
+
+def sets(play: Play) -> list[SetPersistence]:
+    return [action for action in play.actions if isinstance(action, SetPersistence)]
+
+
+def done(play: Play, *, on: bool = True, error: int | None = None) -> Play:
+    return play.see(PersistenceSet("GPU-0", on, error))
+
+
+def state(play: Play) -> Persistence:
+    return play.gpu().persistence
+
+
+def test_what_is_right_is_left_alone() -> None:
+    play = seen(ON)
+    assert sets(play) == []
+    assert (state(play).wanted, state(play).why, state(play).told) == (True, "default for hopper datacenter", "")
+
+
+def test_what_is_wrong_is_set_once_and_read_back() -> None:
+    play = seen(OFF)
+    assert sets(play) == [SetPersistence(1, "GPU-0", on=True)]
+    done(play).says("persistence_set")
+    assert play.record("persistence_set").message == (
+        "GPU 0 (GPU-0): persistence mode set to on (default for hopper datacenter)"
+    )
+    play.sweep(ON, after=5.0).says()
+    assert sets(play) == []
+
+
+@pytest.mark.parametrize(
+    "reading", [replace(OFF, persistence=None), replace(OFF, name="x", brand=None, architecture=None, compute=None)]
+)
+def test_unknown_and_unwanted_are_left_alone(reading: GpuReading) -> None:
+    assert sets(seen(reading)) == []
+
+
+def test_off_is_set_too() -> None:
+    play = seen(ON, persistence="off")
+    assert sets(play) == [SetPersistence(1, "GPU-0", on=False)]
+    assert "set to off" in done(play, on=False).record("persistence_set").message
+
+
+@pytest.mark.parametrize(
+    ("reading", "keys", "why"),
+    [
+        (replace(OFF, mig=True), {}, "MIG is on"),
+        (replace(ON, processes=(foreign(),)), {"persistence": "off"}, "processes use it"),
+        (replace(ON, processes=None), {"persistence": "off"}, "processes use it"),
+        (replace(OFF, name="NVIDIA GB10", compute=(12, 1)), {"persistence": "on"}, "shares memory with the CPU"),
+        (replace(OFF, name="NVIDIA GH200"), {"persistence": "on"}, "shares memory with the CPU"),
+    ],
+)
+def test_what_keeps_us_from_it_is_told_once(reading: GpuReading, keys: dict[str, Any], why: str) -> None:
+    play = seen(reading, **keys)
+    assert sets(play) == []
+    record = play.record("persistence_drift")
+    assert why in record.message
+    assert record.severity is Severity.NOTICE
+    play.sweep(reading, after=40.0).says()
+    assert why in state(play).told
+    # Somebody set it himself, and it drifts again: that is news.
+    play.sweep(replace(reading, persistence=not reading.persistence), after=40.0).says()
+    assert state(play).told == ""
+    play.sweep(reading, after=40.0).says("persistence_drift")
+
+
+def test_processes_do_not_matter_for_on() -> None:
+    assert sets(seen(replace(OFF, processes=(foreign(),)))) != []
+
+
+@pytest.mark.parametrize(("error", "why"), [(4, "it needs root"), (3, "NVML code 3")])
+def test_refused(error: int, why: str) -> None:
+    play = done(seen(OFF), error=error)
+    assert f"cannot set persistence mode to on: {why}" in play.record("persistence_drift").message
+    play.sweep(OFF, after=5.0).says()
+    assert sets(play) == []
+    assert state(play).told == f"refused ({why})"
+
+
+def test_a_changed_policy_tries_again() -> None:
+    play = done(seen(OFF), error=4)
+    spec = replace(play.node.spec, gpu=GpuSpec(persistence="on"))
+    play.see(Reconfigured(spec, plan_ids(spec), "uid 0")).sweep(OFF, after=1.0)
+    assert len(sets(play)) == 1
+    assert (state(play).why, state(play).told) == ('gpu.persistence = "on"', "")
+
+
+def test_three_that_are_undone_are_a_conflict() -> None:
+    play = seen(OFF)
+    for _ in range(REVERTED_MAX):
+        assert len(sets(play)) == 1
+        done(play).sweep(OFF, after=5.0)
+    assert sets(play) == []
+    record = play.record("persistence_conflict")
+    assert f"changed it back {REVERTED_MAX} times" in record.message
+    play.sweep(OFF, after=5.0).says()
+    assert "nvidia-persistenced" in state(play).told
+
+
+def test_one_that_is_never_answered_is_not_asked_for_again() -> None:
+    """The driver hangs in it: the next probe would hang as well, and so on for ever."""
+    play = seen(OFF)
+    play.see(Due(What.POLL), after=5.0).see(Due(What.CLOCK), after=5.0)
+    assert KillGpuHelper(1) in play.actions
+    play.see(GpuHelperEnded(1, "killed")).see(Due(What.CLOCK), after=5.0)
+    play.sweep(OFF)
+    assert sets(play) == []
+    assert "the driver never answered" in play.record("persistence_drift").message
+    play.sweep(OFF, after=5.0).says()
+
+
+def test_one_that_was_never_answered_but_is_right_now() -> None:
+    play = seen(OFF)
+    play.see(GpuHelperEnded(1, "killed")).see(Due(What.CLOCK), after=5.0)
+    play.sweep(ON).says()
+    assert (state(play).asked, state(play).told) == (False, "")
+
+
+def test_what_is_lost_or_unknown_is_left_alone() -> None:
+    play = seen(OFF)
+    done(play).sweep(replace(OFF, error=15), after=1.0)
+    assert sets(play) == []
+    play.see(PersistenceSet("GPU-9", on=True, error=None)).says()
+
+
+def test_the_limit() -> None:
+    assert persistence.REVERTED_MAX == 3
