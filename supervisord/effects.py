@@ -45,13 +45,13 @@ from supervisord.core.messages import (
     WarmupNoted,
     WatchPort,
 )
-from supervisord.core.model import ExitClass, LaunchPlan, Node
+from supervisord.core.model import ExitClass, LaunchPlan, Node, Sample
 from supervisord.core.spec import EngineSpec
 from supervisord.engine import canary, portwatch, warmup
 from supervisord.engine.http import Target
 from supervisord.engine.probe import EngineProbe
 from supervisord.gpu.client import GpuProbe
-from supervisord.lanes import Lanes
+from supervisord.lanes import Lanes, Turnstile
 from supervisord.launcher.base import GateError, Launcher, LaunchError
 from supervisord.loop import Board, Inbox
 from supervisord.state import StateFile
@@ -111,6 +111,7 @@ class NodeEffects:
         self._canaries: dict[str, threading.Event] = {}
         self._probes: dict[str, tuple[tuple[int, float], EngineProbe]] = {}
         """By engine: its generation and the timeout that it was made for, and the probe."""
+        self._looking = Turnstile()
         self._keys: dict[str, str | None] = {}
         self._secrets: dict[str, tuple[str, ...]] = {}
         self._perform: Mapping[type[Action], Callable[[Any, Node], None]] = {
@@ -324,17 +325,22 @@ class NodeEffects:
             if known is None or known[0] != made_for:
                 self._drop_probe(name)
                 known = self._probes[name] = (made_for, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
-            at = time.monotonic()
-            host_bytes = None
-            if action.host:
-                host_bytes = self._launcher.host_bytes(name)
-                self._launcher.rotate_if_large(name)
-            sample = known[1].look(at, host_bytes)
-            if host_bytes is not None:
-                sample = replace(sample, host_limit_bytes=host_bytes + psutil.virtual_memory().available)
+            with self._looking.passing():
+                sample = self._look(name, known[1], host=action.host)
             self._inbox.put(Sampled(name, generation, sample))
 
         self._lanes.submit(("probe", name), job, only_if_idle=True)
+
+    def _look(self, name: str, probe: EngineProbe, *, host: bool) -> Sample:
+        at = time.monotonic()
+        host_bytes = None
+        if host:
+            host_bytes = self._launcher.host_bytes(name)
+            self._launcher.rotate_if_large(name)
+        sample = probe.look(at, host_bytes)
+        if host_bytes is not None:
+            sample = replace(sample, host_limit_bytes=host_bytes + psutil.virtual_memory().available)
+        return sample
 
     def _drop_probe(self, name: str) -> None:
         _, probe = self._probes.pop(name, (None, None))

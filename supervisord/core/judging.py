@@ -104,8 +104,9 @@ def _judge(turn: Turn, engine: Engine, phase: Ready, seen: watch.Watch, sample: 
     _tell(turn, engine, phase, found, reasons)
     confirming = any(one.remedy is Remedy.CONFIRM for one in found)
     next_look_at = turn.now + CONFIRM_EVERY_S if confirming else None
-    phase = replace(phase, found=tuple(reasons), next_look_at=next_look_at)
-    engine = turn.enter(engine, phase)
+    if (tuple(reasons), next_look_at) != (phase.found, phase.next_look_at):
+        phase = replace(phase, found=tuple(reasons), next_look_at=next_look_at)
+        engine = turn.enter(engine, phase)
     strongest = max(found, key=lambda one: HARM.index(one.remedy), default=None)
     if strongest is not None and strongest.remedy in DEEDS:
         _act(turn, engine, strongest)

@@ -148,7 +148,8 @@ def memory_looked(watch: Watch, sample: Sample, spec: RestartSpec, *, baseline_b
     if sample.host_bytes is None:
         return watch
     at = sample.host_at if sample.host_at is not None else sample.at
-    return replace(watch, host=observed(watch.host, at, sample.host_bytes, baseline_bytes, spec))
+    host = observed(watch.host, at, sample.host_bytes, baseline_bytes, spec)
+    return watch if host is watch.host else replace(watch, host=host)
 
 
 def utilization_looked(watch: Watch, sample: Sample, percent: float | None, spec: SloSpec) -> Watch:
@@ -163,7 +164,7 @@ def utilization_looked(watch: Watch, sample: Sample, percent: float | None, spec
 def blocks_looked(watch: Watch, sample: Sample, *, low: bool | None) -> Watch:
     """Remember whether this look saw too few free blocks; None says nothing, and is no recovery either."""
     if low is False or watch.asleep:
-        return replace(watch, low_since=None, low_samples=0, low_canaries=0)
+        return watch if watch.low_since is None else replace(watch, low_since=None, low_samples=0, low_canaries=0)
     if low is None:
         return watch
     since = watch.low_since if watch.low_since is not None else sample.at
@@ -210,6 +211,8 @@ def _reachability(watch: Watch, sample: Sample) -> Watch:
         unavailable = unavailable + 1 if sample.health_status == HTTP_SERVICE_UNAVAILABLE else 0
     failed = sample.health_error is not None and not sample.metrics_ok
     refused = sample.health_error == "refused"
+    if not (failed or refused or watch.failing_looks or watch.refused_looks) and unavailable == watch.unavailable:
+        return watch  # nearly every look
     return replace(
         watch,
         unavailable=unavailable,

@@ -1,41 +1,32 @@
 """HTTP towards one engine: bounded in size and in total time, cancellable, and silent about secrets.
 
-What the network or the other side does is a value here, never an exception. Timeouts of the common clients are per
-read, so a peer that sends a byte a second holds them for ever; here every read gets what is left of the whole exchange.
+What the network or the other side does is a value here, never an exception. An engine is asked every few seconds, so
+the little HTTP/1.1 that this takes is spoken here; libraries cost several times as much (docs/decisions/003).
 """
 
 from __future__ import annotations
 
-import errno
-import http.client
-import io
 import ipaddress
 import json
-import logging
-import os
-import select
-import socket
-import struct
+import re
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from urllib3.connection import HTTPConnection
-from urllib3.exceptions import HTTPError, ProtocolError
+from supervisord.engine.wire import CHUNK_BYTES, Bounds, Connection, OverError
+from supervisord.engine.wire import Failure as Failure  # noqa: PLC0414 (the other half of what an exchange ends in)
 
 HEADERS_BYTES: Final = 64 << 10
 ANSWER_BYTES: Final = 8 << 20
 """Default limit of a body. A metrics page is 50 KB a rank."""
 
-_CHUNK_BYTES: Final = 64 << 10
-_CANCEL_CHECK_S: Final = 0.25
-_ABORT_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
-
-# urllib3 logs headers that it cannot parse, with a traceback: text of a peer that nobody has filtered.
-logging.getLogger("urllib3").setLevel(logging.CRITICAL)
+_STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: .*)?")
+_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
+_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;.*)?")
+_FRAMING: Final = frozenset({b"content-length", b"transfer-encoding"})
+_INFORMATIONAL: Final = range(100, 200)
+_BODILESS: Final = frozenset({204, 304})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +43,6 @@ class Answer:
         except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """No answer. `detail` is our own sentence: it never quotes the peer or the API key.
-
-    "refused": nobody listens. "timeout": not whole in time. "malformed": everything else that is no whole HTTP answer,
-    a connection that broke included. "cancelled": our side gave up.
-    """
-
-    kind: Literal["refused", "timeout", "malformed", "cancelled"]
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,136 +66,83 @@ class Target:
         return "::1" if isinstance(address, ipaddress.IPv6Address) else "127.0.0.1"
 
 
-class _OverError(OSError):
-    """The exchange is over; `_Bounds.failure` says why."""
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Status, and how the body is framed. `length` is None when it is chunked or goes on until the connection ends."""
+
+    status: int
+    length: int | None
+    chunked: bool
+    keeps: bool
+    """Whether the connection can be used again."""
 
 
-@dataclass(slots=True)
-class _Bounds:
-    """What one exchange may still use up: time (monotonic seconds) and bytes."""
-
-    timeout_s: float
-    cancelled: threading.Event | None
-    deadline: float = 0.0
-    budget_bytes: int = 0
-    received: bool = False
-    failure: Failure | None = None
-
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.timeout_s
-
-    def wait_s(self) -> float:
-        """How long the next operation may block, above 0. Raises when the exchange is over."""
-        if self.cancelled is not None and self.cancelled.is_set():
-            raise self.over("cancelled", "given up by the supervisor")
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise self.over("timeout", f"no whole answer within {self.timeout_s:g} s")
-        return left_s if self.cancelled is None else min(left_s, _CANCEL_CHECK_S)
-
-    def count(self, size: int) -> None:
-        """`size` bytes came in."""
-        self.received = self.received or size > 0
-        self.budget_bytes -= size
-        if self.budget_bytes < 0:
-            raise self.over("malformed", "the answer is larger than the limit")
-
-    def over(self, kind: Literal["timeout", "malformed", "cancelled", "refused"], detail: str) -> _OverError:
-        self.failure = Failure(kind, detail)
-        return _OverError(detail)
+def _read_head(connection: Connection) -> _Head:
+    """The head of the answer; those that only announce it (1xx) are skipped. Raises OSError."""
+    while True:
+        match = _STATUS.fullmatch(connection.line())
+        if match is None:
+            raise _not_http(connection.bounds)
+        fields: dict[bytes, bytes] = {}
+        while line := connection.line():
+            name, _, value = line.partition(b":")
+            name, value = name.lower(), value.strip(b" \t").lower()
+            if name in _FRAMING and fields.get(name, value) != value:
+                raise _not_http(connection.bounds)
+            fields[name] = value
+        status = int(match[2])
+        if status not in _INFORMATIONAL:
+            return _head(connection.bounds, status, fields, closes=match[1] == b"0")
 
 
-class _Socket(socket.socket):
-    """A socket whose every operation obeys the bounds of the exchange under way."""
-
-    bounds: _Bounds
-
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        size = self._bounded(partial(super().recv_into, buffer, nbytes, flags))
-        self.bounds.count(size)
-        return size
-
-    def sendall(self, data: Any, flags: int = 0) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._bounded(partial(super().send, view, flags)) :]
-
-    def _bounded(self, operation: Callable[[], int]) -> int:
-        while True:
-            self.settimeout(self.bounds.wait_s())
-            try:
-                return operation()
-            except TimeoutError:
-                continue
-
-    def dial(self, address: Any) -> None:
-        """Connect. A refused loopback port costs 20 us this way.
-
-        Somebody who keeps calling a port of the ephemeral range on which nobody listens is one day given that very port
-        as the source, and is connected to itself (seen after 9,700 tries); such a socket would also keep the engine
-        from binding its port. So it is dropped without a TIME_WAIT and counts as refused.
-        """
-        self.settimeout(self.bounds.wait_s())
-        code = self.connect_ex(address)
-        if code == errno.EWOULDBLOCK:  # not done within that time: wait on
-            poller = select.poll()
-            poller.register(self, select.POLLOUT)
-            while not poller.poll(self.bounds.wait_s() * 1000):
-                pass
-            code = self.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code == 0 and self.getsockname() == self.getpeername():
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT_ON_CLOSE)
-            code = errno.ECONNREFUSED
-        if code:
-            raise OSError(code, os.strerror(code))
+def _head(bounds: Bounds, status: int, fields: Mapping[bytes, bytes], *, closes: bool) -> _Head:
+    coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+    if coding not in {None, b"chunked"} or (length is not None and not _LENGTH.fullmatch(length)):
+        raise _not_http(bounds)
+    if status in _BODILESS:
+        coding, length = None, b"0"
+    return _Head(
+        status=status,
+        length=None if coding is not None or length is None else int(length),
+        chunked=coding is not None,
+        keeps=not closes and b"close" not in fields.get(b"connection", b"") and (coding or length) is not None,
+    )
 
 
-class _Connection(HTTPConnection):
-    """One kept-alive connection. `bounds` belong to the exchange under way and are set before each."""
+def _read_body(connection: Connection, head: _Head, limit_bytes: int) -> bytes:
+    """The body that follows a head. Raises OSError."""
+    bounds = connection.bounds
+    if head.length is not None:
+        return connection.take(_within(bounds, head.length, limit_bytes))
+    if not head.chunked:
+        body = connection.rest()
+        _within(bounds, len(body), limit_bytes)
+        return body
+    chunks, total = [], 0
+    while True:
+        match = _CHUNK_SIZE.fullmatch(connection.line())
+        if match is None:
+            raise _not_http(bounds)
+        size = int(match[1], 16)
+        if size == 0:
+            break
+        total = _within(bounds, total + size, limit_bytes)
+        chunks.append(connection.take(size))
+        if connection.line():
+            raise _not_http(bounds)
+    while connection.line():
+        pass  # trailers
+    return b"".join(chunks)
 
-    bounds: _Bounds
-    _addresses: list[tuple[socket.AddressFamily, Any]] | None = None
 
-    def _new_conn(self) -> socket.socket:
-        try:
-            return self.dial()
-        except ConnectionRefusedError:
-            raise self.bounds.over("refused", "connection refused") from None
-        except _OverError:
-            raise
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise self.bounds.over("malformed", f"cannot connect: {reason}") from None
+def _within(bounds: Bounds, size: int, limit_bytes: int) -> int:
+    if size > limit_bytes:
+        raise bounds.over("malformed", f"the answer is larger than {limit_bytes} bytes")
+    return size
 
-    def dial(self) -> socket.socket:
-        """A connected socket. Raises OSError. A name is looked up once: a starting engine is called often."""
-        if self._addresses is None:
-            try:
-                found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            except UnicodeError:
-                raise OSError(errno.EINVAL, "that is no host name") from None
-            self._addresses = [(family, address) for family, _, _, _, address in found]
-        problem = OSError("no address")
-        for family, address in self._addresses:
-            sock = _Socket(family, socket.SOCK_STREAM)
-            sock.bounds = self.bounds
-            try:
-                sock.dial(address)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError as error:
-                sock.close()
-                problem = error
-                if isinstance(error, _OverError):
-                    break
-            else:
-                return sock
-        raise problem
 
-    def adopt(self, bounds: _Bounds) -> None:
-        """Start an exchange under these bounds."""
-        self.bounds = bounds
-        if isinstance(self.sock, _Socket):
-            self.sock.bounds = bounds
+def _not_http(bounds: Bounds) -> OverError:
+    return bounds.over("malformed", "the answer is not HTTP")
 
 
 class Client:
@@ -226,13 +152,13 @@ class Client:
     """
 
     def __init__(self, target: Target, cancelled: threading.Event | None = None) -> None:
-        self._connection = _Connection(target.connect_host, target.port)
+        self._connection = Connection(target.connect_host, target.port)
         self._cancelled = cancelled
-        self._key = None if target.api_key is None else f"Bearer {target.api_key}".encode()
+        self._key = target.api_key
 
     def listening(self, timeout_s: float) -> bool:
         """Whether somebody accepts connections; no HTTP."""
-        self._connection.adopt(_Bounds(timeout_s, self._cancelled))
+        self._connection.bounds = Bounds(timeout_s, self._cancelled)
         try:
             self._connection.dial().close()
         except OSError:
@@ -241,14 +167,15 @@ class Client:
 
     def get(self, path: str, *, timeout_s: float, limit_bytes: int = ANSWER_BYTES) -> Answer | Failure:
         """GET, whole within `timeout_s`. An idle connection that the engine has closed meanwhile is replaced once."""
-        bounds = _Bounds(timeout_s, self._cancelled)
-        if not self._connection.is_connected:  # closed, or something unasked for waits in it
+        bounds = Bounds(timeout_s, self._cancelled)
+        request = self._request("GET", path, None)
+        kept_alive = self._connection.usable()
+        if not kept_alive:
             self.close()
-        kept_alive = not self._connection.is_closed
-        result = self._exchange(bounds, "GET", path, None, limit_bytes)
+        result = self._exchange(bounds, request, limit_bytes)
         if kept_alive and isinstance(result, Failure) and result.kind == "malformed" and not bounds.received:
             bounds.failure = None
-            result = self._exchange(bounds, "GET", path, None, limit_bytes)
+            result = self._exchange(bounds, request, limit_bytes)
         return result
 
     def post(
@@ -262,9 +189,8 @@ class Client:
     ) -> Answer | Failure:
         """POST JSON, once, over a connection of its own: trying again could run the work twice."""
         self.close()
-        body = json.dumps(payload).encode()
-        bounds = _Bounds(timeout_s, self._cancelled)
-        result = self._exchange(bounds, "POST", path, body, limit_bytes, headers)
+        request = self._request("POST", path, json.dumps(payload).encode(), headers)
+        result = self._exchange(Bounds(timeout_s, self._cancelled), request, limit_bytes)
         self.close()
         return result
 
@@ -272,48 +198,36 @@ class Client:
         """Give the connection back; the next exchange opens one."""
         self._connection.close()
 
-    def _headers(self, path: str) -> dict[str, Any]:
-        headers: dict[str, Any] = {"User-Agent": "vllm-supervisor", "Accept-Encoding": "identity"}
+    def _request(
+        self, method: str, path: str, payload: bytes | None, extra: Mapping[str, str] | None = None
+    ) -> bytes | None:
+        """The whole request; None when the key cannot be sent."""
+        fields = {"User-Agent": "vllm-supervisor", "Accept-Encoding": "identity", **(extra or {})}
         if self._key is not None and path.startswith("/v1/"):
-            headers["Authorization"] = self._key
-        return headers
-
-    def _exchange(
-        self,
-        bounds: _Bounds,
-        method: str,
-        path: str,
-        payload: bytes | None,
-        limit_bytes: int,
-        extra: Mapping[str, str] | None = None,
-    ) -> Answer | Failure:
-        headers = {**self._headers(path), **(extra or {})}
+            if "\r" in self._key or "\n" in self._key:
+                return None
+            fields["Authorization"] = f"Bearer {self._key}"
         if payload is not None:
-            headers["Content-Type"] = "application/json"
+            fields |= {"Content-Type": "application/json", "Content-Length": str(len(payload))}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
+        host = self._connection.host_header
+        return b"%b %b HTTP/1.1\r\nHost: %b\r\n%b\r\n%b" % (method.encode(), path.encode(), host, lines, payload or b"")
+
+    def _exchange(self, bounds: Bounds, request: bytes | None, limit_bytes: int) -> Answer | Failure:
+        if request is None:
+            return Failure("malformed", "cannot send the request: the API key holds a line break")
         connection = self._connection
-        connection.adopt(bounds)
-        bounds.budget_bytes = HEADERS_BYTES + io.DEFAULT_BUFFER_SIZE  # reading headers takes a buffer of the body along
-        sent = False
+        connection.bounds = bounds
+        bounds.budget_bytes = HEADERS_BYTES + CHUNK_BYTES  # a part of the body comes along with the headers
         try:
-            connection.request(method, path, payload, headers, preload_content=False, decode_content=False)
-            sent = True
-            response = connection.getresponse()
+            connection.open()
+            connection.send(request)
+            head = _read_head(connection)
             bounds.budget_bytes = limit_bytes + HEADERS_BYTES
-            body = bytearray()
-            while chunk := response.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(body))):
-                body += chunk
-                if len(body) > limit_bytes:
-                    raise bounds.over("malformed", f"the answer is larger than {limit_bytes} bytes")
-        except (OSError, HTTPError, http.client.HTTPException, ValueError) as error:
+            body = _read_body(connection, head, limit_bytes)
+        except OSError:
             self.close()
-            return bounds.failure or _failure(error, sent=sent)
-        return Answer(response.status, bytes(body))
-
-
-def _failure(error: Exception, *, sent: bool) -> Failure:
-    """An exchange broke off for a reason that the bounds do not know."""
-    if isinstance(error, ConnectionError | ProtocolError):
-        return Failure("malformed", "the connection was closed before the answer was whole")
-    if not sent:
-        return Failure("malformed", "cannot send the request: the API key holds a line break")
-    return Failure("malformed", "the answer is not HTTP")
+            return bounds.failure or Failure("malformed", "the connection was closed before the answer was whole")
+        if not head.keeps:
+            self.close()
+        return Answer(head.status, body)

@@ -175,7 +175,6 @@ HEAVY = {
     "tomllib",
     "typing",
     "urllib",
-    "urllib3",
     "supervisord.core",
     "supervisord.app",
     "supervisord.config",

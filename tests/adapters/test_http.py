@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -60,6 +61,61 @@ def test_chunked_answers_and_answers_until_close() -> None:
         assert get(server) == Answer(200, b"abcde")
     with FakeServer(lambda _: server.send_and_close(b"HTTP/1.0 200 OK\r\n\r\nuntil the end")) as server:
         assert get(server) == Answer(200, b"until the end")
+
+
+def test_answers_that_have_no_body_and_interim_ones() -> None:
+    replies = {
+        "/204": b"HTTP/1.1 204 No Content\r\n\r\n",
+        "/304": b"HTTP/1.1 304 Not Modified\r\nContent-Length: 99\r\n\r\n",
+        "/100": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + answer(200, "x"),
+    }
+    with FakeServer(lambda request: replies[request.path]) as server:
+        client = Client(Target(server.host, server.port))
+        assert client.get("/204", timeout_s=5) == Answer(204, b"")
+        assert client.get("/304", timeout_s=5) == Answer(304, b"")
+        assert client.get("/100", timeout_s=5) == Answer(200, b"x")
+        client.close()
+    assert [request.connection for request in server.requests] == [0, 0, 0]
+
+
+@st.composite
+def framed(draw: st.DrawFn) -> tuple[Answer, bytes]:
+    """A correct answer and what it looks like on the wire, in one of the ways that HTTP/1.1 allows."""
+    status, body = draw(st.sampled_from([200, 404, 503, 599])), draw(st.binary(max_size=200))
+    cased = draw(st.sampled_from([str.lower, str.upper, str.title]))
+    fields = draw(st.lists(st.sampled_from(["Date: now", "X: a:b", "X:", "Server: \xff"]), max_size=3))
+    framing = draw(st.sampled_from(["length", "chunked", "close"]))
+    content = body
+    if framing == "length":
+        fields.append(f"{cased('content-length')}:{draw(st.sampled_from(['', ' ', '  ']))}{len(body)} ")
+    elif framing == "chunked":
+        fields.append(f"{cased('transfer-encoding')}: {cased('chunked')}")
+        sizes = draw(st.lists(st.integers(1, 80), max_size=10))
+        extension = draw(st.sampled_from([b"", b";a=b", b" ; a"]))
+        content, left = b"", body
+        for size in [*sizes, len(body)]:
+            part, left = left[:size], left[size:]
+            content += b"%x%b\r\n%b\r\n" % (len(part), extension, part) if part else b""
+        content += b"000\r\n" + draw(st.sampled_from([b"", b"Trailer: x\r\n"])) + b"\r\n"
+    interim = draw(st.sampled_from([b"", b"HTTP/1.1 100 Continue\r\nX: y\r\n\r\n"]))
+    reason = draw(st.sampled_from(["", " ", " OK", " Not \xe9"]))
+    head = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status}{reason}", *fields, ""))
+    return Answer(status, body), interim + head.encode("latin-1") + content
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sent=framed(), cuts=st.lists(st.integers(0, 600), max_size=4))
+def test_every_framing_in_any_pieces(sent: tuple[Answer, bytes], cuts: list[int]) -> None:
+    expected, raw = sent
+    edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+
+    def script(_: Request) -> None:
+        for start, end in pairwise(edges):
+            server.send_and_close(raw[start:end])
+            time.sleep(0.001)
+
+    with FakeServer(script) as server:
+        assert get(server) == expected
 
 
 def close_all(server: FakeServer) -> None:
@@ -219,6 +275,12 @@ def test_headers_are_bounded(reply: bytes) -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nabc",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: +3\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nabc",
+        b"HTTP/2 200\r\nContent-Length: 0\r\n\r\n",
+        b"200 OK\r\n\r\n",
     ],
 )
 def test_malformed(reply: bytes) -> None:
@@ -253,6 +315,23 @@ def test_connection_is_kept() -> None:
             assert client.get("/health", timeout_s=5) == Answer(200, b"x")
         client.close()
         assert [request.connection for request in server.requests] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: Close\r\nContent-Length: 1\r\n\r\nx",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nxHTTP/1.1 500 stale\r\n\r\n",
+    ],
+    ids=["close", "HTTP/1.0", "more than was asked for"],
+)
+def test_connection_is_not_kept_when_it_cannot_be(reply: bytes) -> None:
+    with FakeServer(lambda _: reply) as server:
+        client = Client(Target(server.host, server.port))
+        assert [client.get("/health", timeout_s=5) for _ in range(3)] == [Answer(200, b"x")] * 3
+        client.close()
+        assert [request.connection for request in server.requests] == [0, 1, 2]
 
 
 def test_idle_connection_that_the_engine_closed_is_replaced() -> None:

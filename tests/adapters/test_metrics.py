@@ -255,6 +255,13 @@ def test_braces_quotes_and_line_breaks_in_labels() -> None:
     assert (rank.running, rank.waiting) == (3, 4)
 
 
+@pytest.mark.parametrize("model", ["short", "x" * 5000])
+def test_labels_mean_the_same_at_every_look(model: str) -> None:
+    for running in (3, 4):
+        line = f'vllm:num_requests_running{{engine="1",model_name="{model}"}} {running}.0\n'
+        assert [(rank.rank, rank.running) for rank in parse(line.encode()).ranks] == [(1, running)]
+
+
 def test_labels_that_are_no_plain_words_are_left_out() -> None:
     rank = rank_of(
         'vllm:request_success_total{engine="0",finished_reason="\x1b[2J"} 1.0',

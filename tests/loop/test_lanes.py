@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from threading import Event
+from threading import Event, Lock, Thread
 
 import pytest
 
 from supervisord import lanes as module
-from supervisord.lanes import Lanes
+from supervisord.lanes import Lanes, Turnstile
 
 
 def test_same_key_in_order_other_keys_not_held_up() -> None:
@@ -77,3 +77,47 @@ def _never() -> None:
 
 def _bug() -> None:
     raise ZeroDivisionError
+
+
+def test_turnstile_lets_one_pass_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 30.0)
+    turnstile, inside, overlaps = Turnstile(), Lock(), []
+
+    def work() -> None:
+        with turnstile.passing():
+            overlaps.append(not inside.acquire(blocking=False))
+            Event().wait(0.005)
+            inside.release()
+
+    threads = [Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert overlaps == [False] * 8
+
+
+def test_one_that_hangs_in_the_turnstile_holds_nobody_up() -> None:
+    turnstile, entered, gate = Turnstile(), Event(), Event()
+    passed = [Event() for _ in range(4)]
+
+    def hang() -> None:
+        with turnstile.passing():
+            entered.set()
+            gate.wait(30)
+
+    def work(mine: Event) -> None:
+        with turnstile.passing():
+            mine.set()
+
+    hanging = Thread(target=hang, daemon=True)
+    hanging.start()
+    assert entered.wait(10)
+    for mine in passed:
+        Thread(target=work, args=(mine,), daemon=True).start()
+    assert all(mine.wait(10) for mine in passed)
+    gate.set()
+    hanging.join(10)
+    again = Event()
+    work(again)  # and it is free again after all of that
+    assert again.is_set()
