@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from supervisord.config_flags import variable_findings
 from supervisord.config_problems import Finding, Parts, looks_secret, nearest, printable, shown
+from supervisord.core import gpu_inventory
 from supervisord.core.spec import ENGINE_NAME_PATTERN, EngineSpec, NodeSpec, RestartSpec, SupervisorSpec
 
 SUN_PATH_BYTES: Final = 107
@@ -34,6 +35,7 @@ _GPU_UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-f][0-9a-f/-]{3,}|MIG-GPU-[0-9a-f
 _GPU_PCI: Final = re.compile(r"(?:([0-9a-f]{4}|[0-9a-f]{8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 _GPU_INDEX: Final = re.compile(r"[0-9]{1,3}", re.ASCII)
 _DURATION: Final = re.compile(r"[1-9][0-9]{0,4}[smhd]", re.ASCII)
+_ROUNDING: Final = 1e-6
 _ANY_HOST: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 (compared with, never bound)
 
 
@@ -58,6 +60,7 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
         for name, value in engine.env.items():
             yield from variable_findings(name, value, has_gpus=bool(engine.gpus), at=(*at, "env", name))
     yield from _ports(spec)
+    yield from _shared_gpus(spec)
 
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:
@@ -185,6 +188,26 @@ def _gpus(engine: EngineSpec, at: Parts) -> Iterator[Finding]:
         elif identity in seen:
             yield _finding(here, gpu, "it names a GPU twice", "remove one of them")
         seen.add(identity)
+
+
+def _shared_gpus(spec: NodeSpec) -> Iterator[Finding]:
+    """Engines of one GPU that start by themselves: together they cannot claim more than there is.
+
+    Whoever claims bytes (kv-cache-memory-bytes) is left out: how many parts that is depends on the GPU.
+    """
+    users: dict[str, list[EngineSpec]] = {}
+    for engine in spec.engines.values():
+        if engine.autostart and gpu_inventory.claim(engine) is not None:
+            for gpu in dict.fromkeys(_gpu_identity(gpu) or gpu for gpu in engine.gpus):
+                users.setdefault(gpu, []).append(engine)
+    for engines in {tuple(engine.name for engine in using): using for using in users.values()}.values():
+        parts = [gpu_inventory.claim(engine) or 0.0 for engine in engines]
+        if sum(parts) > 1.0 + _ROUNDING:
+            names = " and ".join(engine.name for engine in engines)
+            claims = " + ".join(f"{part:g}" for part in parts)
+            message = f"{names} share a GPU and claim {claims} of its memory, more than there is"
+            remedy = "set args.gpu-memory-utilization of each so that they fit, or autostart = false for one of them"
+            yield Finding(("engine", engines[-1].name, "gpus"), message, remedy)
 
 
 def _gpu_identity(gpu: str) -> str | None:

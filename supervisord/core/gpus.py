@@ -175,6 +175,8 @@ def on_xid(turn: Turn, seen: XidSeen) -> None:
         text = f"{xids.name_of(seen.xid)}: {xids.REMEDIES[kind].format(gpu=gpu.uuid)}"
         _quarantine(turn, gpu, Reason("gpu_fault", text), at_once=True)
         return
+    if kind in xids.REMEDIES and gpu is not None and gpu.xids[number] > 1:
+        return  # a faulty GPU says it again every 45 s, to everybody who asks
     if seen.xid == xids.RECOVERY_CHANGED:
         telemetry.look_closely(turn)
     engine = _culprit(turn, seen)

@@ -350,12 +350,14 @@ class Persistence:
     """Persistence mode of one GPU: what the policy wants (None: leave it as it is), and how that went.
 
     `sets`: how often it was set and found changed again. `asked`: a set is under way. `told`: what was said last.
+    `set_at`: when it was set last.
     """
 
     wanted: bool | None = None
     why: str = ""
     sets: int = 0
     asked: bool = False
+    set_at: float | None = None
     told: str = ""
 
 

@@ -17,6 +17,8 @@ from supervisord.core.model import Gpu, Persistence
 from supervisord.core.spec import GpuSpec
 from supervisord.core.turn import Turn
 
+HELD_FOR_S: Final = 3600.0
+"""What was left as set for so long is no conflict: nvidia-persistenced is restarted now and then."""
 REVERTED_MAX: Final = 3
 """Somebody who undoes it so often means it."""
 NO_ANSWER: Final = -1
@@ -68,7 +70,8 @@ def reconcile(turn: Turn, gpu: Gpu) -> None:
     if (value, why) != (old.wanted, old.why):
         new = replace(new, sets=0, told="")
     if reading.persistence is None or value is None or reading.persistence is value:
-        _keep(turn, gpu, replace(new, told=""))
+        held = new.set_at is not None and turn.now - new.set_at >= HELD_FOR_S
+        _keep(turn, gpu, replace(new, told="", sets=0 if held else new.sets, set_at=None if held else new.set_at))
         return
     if old.asked:
         # A sweep that was asked for later is answered: the probe ended over it, and the next one may do so too.
@@ -122,7 +125,7 @@ def on_set(turn: Turn, seen: PersistenceSet) -> None:
             severity=Severity.NOTICE,
             gpu=gpu.uuid,
         )
-        _keep(turn, gpu, replace(old, asked=False, sets=old.sets + 1))
+        _keep(turn, gpu, replace(old, asked=False, sets=old.sets + 1, set_at=turn.now))
         return
     why = _ERRORS.get(seen.error, f"NVML code {seen.error}")
     told = f"refused ({why})"

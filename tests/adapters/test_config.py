@@ -644,3 +644,43 @@ def test_what_another_user_may_reach(tmp_path: Path) -> None:
     assert may(stranger, "/nonexistent/x", os.R_OK)
     assert account("nobody-of-this-name") is None
     assert account("nul\0") is None
+
+
+# --- engines of one GPU -----------------------------------------------------------------------------------------------
+
+ON_ONE_GPU = """
+[engine.a]
+model = "Org/Model"
+port = 8001
+gpus = ["GPU-1a2b3c4d"]
+[engine.a.args]
+gpu-memory-utilization = {a}
+[engine.b]
+model = "Org/Model"
+port = 8002
+gpus = ["gpu-1A2B3C4D"]
+{b}
+"""
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.5, "[engine.b.args]\ngpu-memory-utilization = 0.5"),
+        (0.9, "autostart = false"),
+        (0.9, "[engine.b.args]\nkv-cache-memory-bytes = 1000000000"),
+        (0.1, ""),
+    ],
+)
+def test_engines_that_fit_on_one_gpu(tmp_path: Path, a: float, b: str) -> None:
+    assert len(read(tmp_path, ON_ONE_GPU.format(a=a, b=b)).spec.engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "claims"),
+    [(0.5, "[engine.b.args]\ngpu-memory-utilization = 0.51", "0.5 + 0.51"), (0.2, "", "0.2 + 0.9")],
+)
+def test_engines_that_do_not_fit_on_one_gpu(tmp_path: Path, a: float, b: str, claims: str) -> None:
+    (found,) = problems(tmp_path, ON_ONE_GPU.format(a=a, b=b))
+    assert found.startswith("cannot use engine.b.gpus")
+    assert f"a and b share a GPU and claim {claims} of its memory, more than there is; set args." in found

@@ -233,6 +233,14 @@ def test_rows_to_be_remapped_are_told_once() -> None:
     assert play.gpu().reasons == ()
 
 
+def test_uncorrectable_errors_are_told_once() -> None:
+    play = serving().sweep(replace(GOOD0, ecc_uncorrected=0), GOOD1, after=40.0).says()
+    play.sweep(replace(GOOD0, ecc_uncorrected=2), GOOD1, after=40.0)
+    assert "2 uncorrectable memory errors" in play.record("gpu_degraded").message
+    assert play.record("gpu_degraded").reason == "gpu_ecc"
+    play.sweep(replace(GOOD0, ecc_uncorrected=3), GOOD1, after=40.0).says()
+
+
 # --- Xids -------------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +293,7 @@ def test_a_known_fault_that_repeats_stops_nobody_again() -> None:
     xid(play, 119, after=45.0)
     assert [action for action in play.actions if isinstance(action, Sweep)] == []
     assert play.gpu().xids == {"119": 2}
+    play.says()
 
 
 def test_an_unknown_gpu() -> None:

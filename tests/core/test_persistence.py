@@ -21,7 +21,7 @@ from supervisord.core.messages import (
     What,
 )
 from supervisord.core.model import Gpu, Persistence
-from supervisord.core.persistence import REVERTED_MAX, wanted
+from supervisord.core.persistence import HELD_FOR_S, REVERTED_MAX, wanted
 from supervisord.core.spec import GpuSpec
 from tests.core.play import Play, card, engine_spec, foreign, new_node, node_spec, plan_ids
 
@@ -215,6 +215,16 @@ def test_what_is_lost_or_unknown_is_left_alone() -> None:
     done(play).sweep(replace(OFF, error=15), after=1.0)
     assert sets(play) == []
     play.see(PersistenceSet("GPU-9", on=True, error=None)).says()
+
+
+def test_one_that_held_for_an_hour_is_no_conflict() -> None:
+    play = seen(OFF)
+    for _ in range(2 * REVERTED_MAX):
+        done(play).sweep(ON, after=HELD_FOR_S).sweep(OFF, after=5.0)
+        assert len(sets(play)) == 1
+    for _ in range(REVERTED_MAX):
+        done(play).sweep(ON, after=HELD_FOR_S - 10.0).sweep(OFF, after=5.0)
+    play.says("persistence_conflict")
 
 
 def test_the_limit() -> None:
