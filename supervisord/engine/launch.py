@@ -240,8 +240,6 @@ def _errors(spec: EngineSpec, who: Account, program: str | None, path: str) -> I
     elif spec.model.startswith("/") and not may(who, spec.model, os.R_OK | _search(spec.model)):
         remedy = f"give that user access, for example: setfacl -R -m u:{who.name}:rX {spec.model}"
         yield f'cannot read "{spec.model}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
-    if (gpu := launch_env.gpu_problem(spec)) is not None:
-        yield gpu
 
 
 def _search(path: str) -> int:

@@ -93,23 +93,12 @@ def contributed(
             yield Variable(name, value, key=("env", name))
 
 
-def gpu_problem(spec: EngineSpec) -> str | None:
-    """Why the GPUs of an engine cannot be named to CUDA; None when they can."""
-    pci = [gpu for gpu in spec.gpus if ":" in gpu]
-    if not pci:
-        return None
-    return (
-        f'cannot name GPU "{pci[0]}" to CUDA: a PCI id is not known there; write the UUID of the GPU into gpus '
-        "(nvidia-smi -L shows it)"
-    )
-
-
 def _devices(spec: EngineSpec) -> Iterator[Variable]:
-    """CUDA's view. The names are passed as they are written; turning them into indices at each launch belongs here."""
+    """CUDA's view. The names stand for their indices, which the core finds at each launch."""
     if spec.gpus:
         # NVML counts in this order, CUDA by default in another.
         yield Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "indices mean the same as in nvidia-smi")
-        yield Variable("CUDA_VISIBLE_DEVICES", ",".join(spec.gpus), key=("gpus",))
+        yield Variable("CUDA_VISIBLE_DEVICES", ",".join(spec.gpus), "from gpus; each launch puts their indices there")
     else:
         yield Variable("CUDA_VISIBLE_DEVICES", "", "an engine without gpus must not touch any")
 
