@@ -203,10 +203,8 @@ class Daemon:
         Thread(target=self._reload_on_hangup, name="hangup", daemon=True).start()
         text = f"vllm-supervisor {__version__} runs, pid {os.getpid()}; socket {spec.socket}, state in {spec.state_dir}"
         self._voice.tell("daemon_started", text, Severity.NOTICE)
-        nvidia = NVIDIA.exists()
-        self._inbox.put(Booted(self._found, nvidia=nvidia))
-        if nvidia or any(engine.gpus for engine in self._loop.node.spec.engines.values()):
-            self._kmsg.start()
+        self._inbox.put(Booted(self._found, nvidia=NVIDIA.exists()))
+        self._kmsg.start()
         self._schedule.start()
         self._schedule.set_windows(_windows(self._loop.node.spec))
         try:
@@ -257,7 +255,7 @@ class Daemon:
         self._voice.tell("trouble", message, Severity.WARNING)
 
     def _on_no_kmsg(self, reason: str) -> None:
-        self._voice.tell("kmsg", f"{reason}: faults of GPUs are heard of from NVML alone", Severity.NOTICE)
+        self._voice.tell("kmsg", f"{reason}: faults of GPUs are heard of from NVML alone", Severity.INFO)
 
     def _on_control_error(self, where: str, error: Exception) -> None:
         self._on_bug(where, error)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from supervisord.config_flags import variable_findings
 from supervisord.config_problems import Finding, Parts, looks_secret, nearest, printable, shown
-from supervisord.core import gpu_inventory
+from supervisord.core import gpu_claims
 from supervisord.core.spec import ENGINE_NAME_PATTERN, EngineSpec, NodeSpec, RestartSpec, SupervisorSpec
 
 SUN_PATH_BYTES: Final = 107
@@ -70,6 +70,7 @@ def warnings(spec: NodeSpec) -> Iterator[Finding]:
     if spec.supervisor.launcher == "systemd":
         message = "this release has only the plain launcher, and the daemon will not start with it"
         yield _finding(("supervisor", "launcher"), "systemd", message, 'write "auto" or "plain"')
+    yield from _perhaps_too_much(spec)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
         yield from _pending(engine, at)
@@ -191,23 +192,41 @@ def _gpus(engine: EngineSpec, at: Parts) -> Iterator[Finding]:
 
 
 def _shared_gpus(spec: NodeSpec) -> Iterator[Finding]:
-    """Engines of one GPU that start by themselves: together they cannot claim more than there is.
+    """Engines of one GPU that start by themselves and say that they claim more of it than there is."""
+    for engines in _sharing(spec):
+        parts = [gpu_claims.stated(engine) for engine in engines]
+        if (finding := _too_much(engines, parts)) is not None:
+            yield finding
 
-    Whoever claims bytes (kv-cache-memory-bytes) is left out: how many parts that is depends on the GPU.
-    """
+
+def _perhaps_too_much(spec: NodeSpec) -> Iterator[Finding]:
+    """The same where one of them does not say it, and vLLM's default is assumed."""
+    for engines in _sharing(spec):
+        if _too_much(engines, [gpu_claims.stated(engine) for engine in engines]) is None:
+            finding = _too_much(engines, [gpu_claims.assumed(engine) for engine in engines])
+            if finding is not None:
+                yield finding
+
+
+def _sharing(spec: NodeSpec) -> list[list[EngineSpec]]:
     users: dict[str, list[EngineSpec]] = {}
     for engine in spec.engines.values():
-        if engine.autostart and gpu_inventory.claim(engine) is not None:
+        if engine.autostart:
             for gpu in dict.fromkeys(_gpu_identity(gpu) or gpu for gpu in engine.gpus):
                 users.setdefault(gpu, []).append(engine)
-    for engines in {tuple(engine.name for engine in using): using for using in users.values()}.values():
-        parts = [gpu_inventory.claim(engine) or 0.0 for engine in engines]
-        if sum(parts) > 1.0 + _ROUNDING:
-            names = " and ".join(engine.name for engine in engines)
-            claims = " + ".join(f"{part:g}" for part in parts)
-            message = f"{names} share a GPU and claim {claims} of its memory, more than there is"
-            remedy = "set args.gpu-memory-utilization of each so that they fit, or autostart = false for one of them"
-            yield Finding(("engine", engines[-1].name, "gpus"), message, remedy)
+    together = {tuple(engine.name for engine in using): using for using in users.values() if len(using) > 1}
+    return list(together.values())
+
+
+def _too_much(engines: list[EngineSpec], parts: list[float | None]) -> Finding | None:
+    """Unknown parts count as none."""
+    if sum(part for part in parts if part is not None) <= 1.0 + _ROUNDING:
+        return None
+    names = " and ".join(engine.name for engine in engines)
+    claims = " + ".join("?" if part is None else f"{part:g}" for part in parts)
+    message = f"{names} share a GPU and claim {claims} of its memory, more than there is"
+    remedy = "set args.gpu-memory-utilization of each so that they fit, or autostart = false for one of them"
+    return Finding(("engine", engines[-1].name, "gpus"), message, remedy)
 
 
 def _gpu_identity(gpu: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import psutil
 
 from supervisord.config_problems import secrets_of, without
-from supervisord.core import durable
+from supervisord.core import durable, telemetry
 from supervisord.core.messages import (
     Abandon,
     Action,
@@ -310,7 +310,7 @@ class NodeEffects:
         while time.monotonic() < began + SWEEP_WITHIN_S and not cancelled.is_set():
             serial, node = self._board.wait(serial, 1.0)
             engine, swept_at = node.engines.get(name), node.telemetry.swept_at
-            if engine is None or swept_at is None:
+            if engine is None or swept_at is None or telemetry.blind(node):
                 return None
             if swept_at >= began:
                 return engine.gpu_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from supervisord.core import admission, gpu_inventory, policy, telemetry
+from supervisord.core import admission, gpu_claims, gpu_inventory, policy, telemetry
 from supervisord.core.classify import SIGKILL, SIGNAL_NAMES, classify
 from supervisord.core.lifecycle import MEMORY_BACK_S
 from supervisord.core.messages import Abandon, Exited, KeepEvidence, Probe, Sampled, Severity, Sweep, Swept, Terminate
@@ -177,6 +177,9 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     answered = not isinstance(phase, Starting) or engine.warm_generation == engine.generation
     evidence = (*engine.app_xids, *seen.tail)
     kind, advice = classify(seen.code, seen.signal, evidence, oom_killed=seen.oom_killed, answered=answered)
+    refused = gpu_claims.refused_in(seen.tail) if kind is ExitClass.RESOURCE else None
+    if refused is not None:
+        engine = replace(engine, refused_claim=(engine.running_plan_id or "", refused))
     cause = Reason("exited", f"{_how(seen)} ({kind.value}): {advice}")
     engine = replace(engine, last_exit=LastExit(kind, seen.code, seen.signal, turn.now, engine.generation, advice))
     turn.record(

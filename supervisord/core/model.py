@@ -311,6 +311,8 @@ class Engine:
     """The last generation that was ready: an adopted one is not warmed again."""
     devices: tuple[str, ...] = ()
     """UUIDs of the GPUs that it was launched on last."""
+    refused_claim: tuple[str, float] | None = None
+    """A launch plan, and the part of its GPUs' memory that vLLM then wanted and did not find free."""
     strange_bytes: Mapping[str, int] = field(default_factory=dict)
     """By UUID, what no process accounted for on each of them before the launch."""
     gpu_bytes: int | None = None

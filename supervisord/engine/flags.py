@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -137,36 +137,21 @@ class _Installation:
 class FlagBook:
     """What is known of the installations, in memory and in `<state_dir>/flags`, which every user may read.
 
-    Safe to use from any thread. `later` runs a job in the background, one after the other.
+    Safe to use from any thread.
     """
 
-    def __init__(
-        self,
-        state_dir: Path,
-        *,
-        as_root: bool,
-        base_env: Mapping[str, str],
-        later: Callable[[Callable[[], object]], object] | None = None,
-    ) -> None:
+    def __init__(self, state_dir: Path, *, as_root: bool, base_env: Mapping[str, str]) -> None:
         self._state_dir = state_dir
         self._as_root = as_root
         self._base_env = base_env
-        self._later = later
         self._asking = threading.Lock()
         self._known: dict[_Installation, FlagSet] = {}
         self._failed: dict[_Installation, tuple[float, Unread]] = {}
-        self._asked: set[_Installation] = set()
 
     def known(self, spec: EngineSpec) -> FlagSet | Unread:
-        """The flags of an engine's vLLM if they are at hand. Starts nothing; has them read in the background."""
+        """The flags of an engine's vLLM if they are at hand: a launch does not wait for them."""
         place = self._installation(spec)
-        if isinstance(place, Unread):
-            return place
-        found = self._at_hand(place)
-        if isinstance(found, Unread) and found.stale and self._later is not None and place not in self._asked:
-            self._asked.add(place)
-            self._later(lambda: self._read_once(spec, place))
-        return found
+        return place if isinstance(place, Unread) else self._at_hand(place)
 
     def read(self, spec: EngineSpec, timeout_s: float = READ_S) -> FlagSet | Unread:
         """The flags of an engine's vLLM, asked for if they are not at hand; that takes `timeout_s` at most."""
@@ -186,12 +171,6 @@ class FlagBook:
         finally:
             self._asking.release()
         return found
-
-    def _read_once(self, spec: EngineSpec, place: _Installation) -> None:
-        try:
-            self.read(spec)
-        finally:
-            self._asked.discard(place)
 
     # --- what is at hand ----------------------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ HELP = open({str(self.home / "help.txt")!r}).read()
     def spec(self, **keys: Any) -> EngineSpec:
         return EngineSpec(**{"name": "q", "model": "m/m", "port": 1, "command": (str(self.program), "serve"), **keys})
 
-    def book(self, base_env: dict[str, str] | None = None, *, as_root: bool = False, **more: Any) -> FlagBook:
-        return FlagBook(self.state_dir, as_root=as_root, base_env=base_env or {"PATH": "/usr/bin:/bin"}, **more)
+    def book(self, base_env: dict[str, str] | None = None, *, as_root: bool = False) -> FlagBook:
+        return FlagBook(self.state_dir, as_root=as_root, base_env=base_env or {"PATH": "/usr/bin:/bin"})
 
     def asked(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.starts.read_text().splitlines()]

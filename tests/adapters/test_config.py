@@ -670,6 +670,7 @@ gpus = ["gpu-1A2B3C4D"]
         (0.9, "autostart = false"),
         (0.9, "[engine.b.args]\nkv-cache-memory-bytes = 1000000000"),
         (0.1, ""),
+        (0.2, ""),
     ],
 )
 def test_engines_that_fit_on_one_gpu(tmp_path: Path, a: float, b: str) -> None:
@@ -678,9 +679,22 @@ def test_engines_that_fit_on_one_gpu(tmp_path: Path, a: float, b: str) -> None:
 
 @pytest.mark.parametrize(
     ("a", "b", "claims"),
-    [(0.5, "[engine.b.args]\ngpu-memory-utilization = 0.51", "0.5 + 0.51"), (0.2, "", "0.2 + 0.9")],
+    [
+        (0.5, "[engine.b.args]\ngpu-memory-utilization = 0.51", "0.5 + 0.51"),
+        (0.7, '[engine.b.args]\ngpu-memory-utilization = "0.4"', "0.7 + 0.4"),
+    ],
 )
 def test_engines_that_do_not_fit_on_one_gpu(tmp_path: Path, a: float, b: str, claims: str) -> None:
     (found,) = problems(tmp_path, ON_ONE_GPU.format(a=a, b=b))
     assert found.startswith("cannot use engine.b.gpus")
     assert f"a and b share a GPU and claim {claims} of its memory, more than there is; set args." in found
+
+
+@pytest.mark.parametrize(
+    ("b", "told"),
+    [("", True), ("command = ['/opt/serve.sh']", False), ("[engine.b.args]\nconfig = 'vllm.yaml'", False)],
+)
+def test_what_an_engine_does_not_say_is_no_error(tmp_path: Path, b: str, *, told: bool) -> None:
+    """It may stand in a script or in vLLM's own file; where vLLM's default would not fit, that is told."""
+    warnings = read(tmp_path, ON_ONE_GPU.format(a=0.2, b=b)).warnings
+    assert any("a and b share a GPU and claim 0.2 + 0.9 of its memory" in text for text in warnings) is told

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from supervisord.config import Loaded, load
-from supervisord.core.gpu_inventory import claim
+from supervisord.core.gpu_claims import assumed
 from supervisord.core.gpu_kinds import GpuKind
 from supervisord.engine.flags import FlagSet, parse_help
 from supervisord.engine.launch_flags import Knowledge, settle
@@ -77,7 +77,7 @@ def test_engines_on_one_card_leave_some_of_it(name: str, tmp_path: Path) -> None
     claims: dict[str, list[float]] = defaultdict(list)
     for spec in loaded(name, tmp_path).spec.engines.values():
         for gpu in spec.gpus:
-            claims[gpu].append(claim(spec) or 0.0)
+            claims[gpu].append(assumed(spec) or 0.0)
     assert all(sum(parts) <= (0.96 if len(parts) == 1 else 0.9) for parts in claims.values())
     assert any(len(parts) > 1 for parts in claims.values()) == (name == "two-models-one-card")
 

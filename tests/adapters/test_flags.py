@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -316,24 +315,18 @@ def test_nothing_is_written_for_the_owner_of_a_foreign_directory(fake: FakeInsta
     assert list(fake.state_dir.iterdir()) == []
 
 
-# --- in the background ------------------------------------------------------------------------------------------------
+# --- at a launch ------------------------------------------------------------------------------------------------------
 
 
-def test_a_launch_never_waits(fake: FakeInstallation) -> None:
-    jobs: list[Any] = []
-    book = fake.book(later=jobs.append)
-    began = time.monotonic()
-    for _ in range(3):
-        assert bad(book.known(fake.spec())).stale
-    assert time.monotonic() - began < 1
+def test_a_launch_asks_nobody(fake: FakeInstallation) -> None:
+    book = fake.book()
+    assert bad(book.known(fake.spec())).stale
     assert fake.asked() == []
-    (job,) = jobs
-    job()
+    good(book.read(fake.spec()))
     good(book.known(fake.spec()))
-    assert len(fake.asked()) == 1
     fake.release("0.33.0")
-    bad(book.known(fake.spec()))
-    assert len(jobs) == 2
+    assert bad(book.known(fake.spec())).stale
+    assert len(fake.asked()) == 1
 
 
 def test_only_one_read_at_a_time(fake: FakeInstallation) -> None:
