@@ -161,7 +161,7 @@ class Daemon:
             own_profiles,
             as_root=self._as_root,
             base_env=dict(os.environ),
-            gpus=lambda: self._board.read()[1].gpus,
+            node=lambda: self._board.read()[1],
         )
         self._launcher = PlainLauncher(state_dir, self._on_exit, self._on_trouble)
         try:
@@ -310,13 +310,14 @@ class Daemon:
             return Reloaded(accepted=False, messages=tuple(str(problem) for problem in error.problems))
         plans = self._planner.plans_of(loaded, own_profiles)
         problems = [f"engine {name}: {error}" for name, plan in plans.items() for error in plan.errors]
+        problems += map(str, self._planner.gpu_problems(loaded))
         if problems:
             return Reloaded(accepted=False, messages=tuple(problems))
         plan_ids = {name: plan.plan_id for name, plan in plans.items()}
         self._planner.use(own_profiles)
         _, node = self._board.read()
         changes = requests.changes(node, loaded.spec, plan_ids)
-        messages = [f"{name} {text}" for name, text in changes.items()]
+        messages = [f"{name}: {text}" for name, text in changes.items()]
         messages += fixed_settings(node.spec.supervisor, loaded.spec.supervisor)
 
         def send(number: int) -> None:

@@ -32,7 +32,18 @@ from supervisord.config_reader import MISSING, Reader
 from supervisord.config_trust import distrust
 from supervisord.core.spec import EngineSpec, GpuSpec, NodeSpec, SupervisorSpec
 
-__all__ = ["DEFAULT_PATH", "ConfigError", "Loaded", "Problem", "daemon_is_root", "load", "parse"]
+__all__ = [
+    "DEFAULT_PATH",
+    "ConfigError",
+    "Loaded",
+    "Problem",
+    "Survey",
+    "daemon_is_root",
+    "load",
+    "parse",
+    "sentences",
+    "survey",
+]
 
 DEFAULT_PATH: Final = Path("/etc/vllm-supervisor/config.toml")
 
@@ -56,6 +67,20 @@ class Loaded:
     tables: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What could be read of a configuration, valid or not.
+
+    `loaded`: with the defaults of keys whose values cannot be read. `problems`: why it is refused; none: it is valid.
+    `refused`: the keys that are wrong. `whole`: every file was read.
+    """
+
+    loaded: Loaded
+    problems: tuple[Problem, ...]
+    refused: frozenset[Parts]
+    whole: bool
+
+
 def load(path: Path, *, trust: bool, check_files: bool = True) -> Loaded:
     """Read and validate a configuration; ConfigError with every problem.
 
@@ -63,6 +88,14 @@ def load(path: Path, *, trust: bool, check_files: bool = True) -> Loaded:
     `check_files` off: models, keys and prompts may be missing, as they are while a disk is not mounted yet; the launch
     plan of each engine then says so, and the other engines can start.
     """
+    found = survey(path, trust=trust, check_files=check_files)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return found.loaded
+
+
+def survey(path: Path, *, trust: bool, check_files: bool = True) -> Survey:
+    """Do the same for who wants to go on with what is right. Parameters as of `load`."""
     tables: dict[str, Any] = {}
     origins: dict[str, str] = {}
     problems: list[Problem] = []
@@ -84,10 +117,11 @@ def load(path: Path, *, trust: bool, check_files: bool = True) -> Loaded:
         of_files = config_world.file_findings(spec, as_root=trust)
         findings += [finding for finding in of_files if finding.at not in refused]
     problems += _problems(findings, origins)
-    if problems:
-        raise ConfigError(problems)
-    warnings = [*config_checks.warnings(spec), *config_world.user_warnings(spec, as_root=trust)]
-    return Loaded(spec, MappingProxyType(origins), tuple(_sentences(warnings, origins)), tables)
+    refused |= {finding.at for finding in findings}
+    doubts = [*config_checks.warnings(spec), *config_world.user_warnings(spec, as_root=trust)]
+    warnings = sentences((doubt for doubt in doubts if doubt.at not in refused), origins)
+    loaded = Loaded(spec, MappingProxyType(origins), tuple(warnings), tables)
+    return Survey(loaded, tuple(dict.fromkeys(problems)), frozenset(refused), whole=not unread)
 
 
 def parse(tables: Mapping[str, Any], origins: Mapping[str, str] = _NOWHERE) -> NodeSpec:
@@ -288,7 +322,13 @@ def _problems(findings: Iterable[Finding], origins: Mapping[str, str]) -> list[P
     return list(dict.fromkeys(problem_of(finding, origins) for finding in findings))
 
 
-def _sentences(findings: Iterable[Finding], origins: Mapping[str, str]) -> Iterator[str]:
+def sentences(findings: Iterable[Finding], origins: Mapping[str, str]) -> Iterator[str]:
+    """Warnings as lines. One that several engines have from engine_defaults is told once, with their names."""
+    engines: dict[Problem, list[str]] = {}
     for finding in findings:
         problem = problem_of(finding, origins)
-        yield f"{problem.where}: {problem.message}; {problem.remedy}"
+        inherited = finding.at[:1] == ("engine",) and problem.path.startswith("engine_defaults.")
+        engines.setdefault(problem, []).extend(finding.at[1:2] if inherited else ())
+    for problem, names in engines.items():
+        of = f" (engine{'s' if len(names) > 1 else ''} {', '.join(dict.fromkeys(names))})" if names else ""
+        yield f"{problem.where}: {problem.message}; {problem.remedy}{of}"

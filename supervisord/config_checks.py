@@ -11,9 +11,9 @@ from dataclasses import fields
 from itertools import combinations
 from typing import Any, Final
 
+from supervisord import config_gpus
 from supervisord.config_flags import variable_findings
 from supervisord.config_problems import Finding, Parts, looks_secret, nearest, printable, shown
-from supervisord.core import gpu_claims
 from supervisord.core.spec import ENGINE_NAME_PATTERN, EngineSpec, NodeSpec, RestartSpec, SupervisorSpec
 
 SUN_PATH_BYTES: Final = 107
@@ -31,11 +31,7 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]
 _MODEL_URI: Final = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.ASCII)
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?\.?", re.ASCII)
 _ADDRESS: Final = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})", re.ASCII)
-_GPU_UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-f][0-9a-f/-]{3,}|MIG-GPU-[0-9a-f][0-9a-f/-]{3,}", re.IGNORECASE)
-_GPU_PCI: Final = re.compile(r"(?:([0-9a-f]{4}|[0-9a-f]{8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
-_GPU_INDEX: Final = re.compile(r"[0-9]{1,3}", re.ASCII)
 _DURATION: Final = re.compile(r"[1-9][0-9]{0,4}[smhd]", re.ASCII)
-_ROUNDING: Final = 1e-6
 _ANY_HOST: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 (compared with, never bound)
 
 
@@ -60,7 +56,7 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
         for name, value in engine.env.items():
             yield from variable_findings(name, value, has_gpus=bool(engine.gpus), at=(*at, "env", name))
     yield from _ports(spec)
-    yield from _shared_gpus(spec)
+    yield from config_gpus.too_much(spec)
 
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:
@@ -70,13 +66,13 @@ def warnings(spec: NodeSpec) -> Iterator[Finding]:
     if spec.supervisor.launcher == "systemd":
         message = "this release has only the plain launcher, and the daemon will not start with it"
         yield _finding(("supervisor", "launcher"), "systemd", message, 'write "auto" or "plain"')
-    yield from _perhaps_too_much(spec)
+    yield from config_gpus.perhaps_too_much(spec)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
         yield from _pending(engine, at)
         for table in ("probe", "restart", "slo"):
             yield from _pending(getattr(engine, table), (*at, table))
-        for gpu in filter(_GPU_INDEX.fullmatch, engine.gpus):
+        for gpu in filter(config_gpus.GPU_INDEX.fullmatch, engine.gpus):
             message = "an index can mean another GPU after a reboot"
             yield _finding((*at, "gpus"), gpu, message, "write its UUID (nvidia-smi -L)")
         if _socket_bytes(spec.supervisor.state_dir, engine.name, generation_digits=4) > SUN_PATH_BYTES:
@@ -182,61 +178,13 @@ def _gpus(engine: EngineSpec, at: Parts) -> Iterator[Finding]:
     here = (*at, "gpus")
     seen = set()
     for gpu in engine.gpus:
-        identity = _gpu_identity(gpu)
+        identity = config_gpus.identity(gpu)
         if identity is None:
             message = "it is neither a UUID nor a PCI id nor an index"
             yield _finding(here, gpu, message, "nvidia-smi -L shows the UUIDs")
         elif identity in seen:
             yield _finding(here, gpu, "it names a GPU twice", "remove one of them")
         seen.add(identity)
-
-
-def _shared_gpus(spec: NodeSpec) -> Iterator[Finding]:
-    """Engines of one GPU that start by themselves and say that they claim more of it than there is."""
-    for engines in _sharing(spec):
-        parts = [gpu_claims.stated(engine) for engine in engines]
-        if (finding := _too_much(engines, parts)) is not None:
-            yield finding
-
-
-def _perhaps_too_much(spec: NodeSpec) -> Iterator[Finding]:
-    """The same where one of them does not say it, and vLLM's default is assumed."""
-    for engines in _sharing(spec):
-        if _too_much(engines, [gpu_claims.stated(engine) for engine in engines]) is None:
-            finding = _too_much(engines, [gpu_claims.assumed(engine) for engine in engines])
-            if finding is not None:
-                yield finding
-
-
-def _sharing(spec: NodeSpec) -> list[list[EngineSpec]]:
-    users: dict[str, list[EngineSpec]] = {}
-    for engine in spec.engines.values():
-        if engine.autostart:
-            for gpu in dict.fromkeys(_gpu_identity(gpu) or gpu for gpu in engine.gpus):
-                users.setdefault(gpu, []).append(engine)
-    together = {tuple(engine.name for engine in using): using for using in users.values() if len(using) > 1}
-    return list(together.values())
-
-
-def _too_much(engines: list[EngineSpec], parts: list[float | None]) -> Finding | None:
-    """Unknown parts count as none."""
-    if sum(part for part in parts if part is not None) <= 1.0 + _ROUNDING:
-        return None
-    names = " and ".join(engine.name for engine in engines)
-    claims = " + ".join("?" if part is None else f"{part:g}" for part in parts)
-    message = f"{names} share a GPU and claim {claims} of its memory, more than there is"
-    remedy = "set args.gpu-memory-utilization of each so that they fit, or autostart = false for one of them"
-    return Finding(("engine", engines[-1].name, "gpus"), message, remedy)
-
-
-def _gpu_identity(gpu: str) -> str | None:
-    """The same text for every spelling of one UUID, PCI id or index."""
-    if (pci := _GPU_PCI.fullmatch(gpu)) is not None:
-        domain, bus, device, function = pci.groups()
-        return f"{int(domain or '0', 16):08x}:{bus}:{device}.{function}".lower()
-    if _GPU_INDEX.fullmatch(gpu):
-        return str(int(gpu))
-    return gpu.lower() if _GPU_UUID.fullmatch(gpu) else None
 
 
 def _files(engine: EngineSpec, at: Parts) -> Iterator[Finding]:

@@ -127,7 +127,9 @@ class NodeEffects:
             KeepEvidence: self._keep_evidence,
             StartGpuHelper: lambda action, _: self._gpus.start(action.helper),
             KillGpuHelper: lambda action, _: self._gpus.kill(action.helper),
-            SweepGpus: lambda action, _: self._gpus.sweep(action.helper, action.number, slow=action.slow),
+            SweepGpus: lambda action, _: self._gpus.sweep(
+                action.helper, action.number, slow=action.slow, avoid=action.avoid
+            ),
             SetPersistence: lambda action, _: self._gpus.set_persistence(action.helper, action.uuid, on=action.on),
             Abandon: self._abandon,
             Record: self._record,

@@ -5,25 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from supervisord.config import DEFAULT_PATH, ConfigError, Loaded, daemon_is_root, load
-from supervisord.config_problems import printable
-from supervisord.control.client import ControlError, get
-from supervisord.core.gpu_inventory import normal_pci_id
-from supervisord.core.gpu_kinds import UNKNOWN, GpuKind
-from supervisord.core.spec import EngineSpec, NodeSpec
+from supervisord.cli.machine import Machine
+from supervisord.config import DEFAULT_PATH, ConfigError, Survey, daemon_is_root, sentences, survey
+from supervisord.config_problems import Problem, printable, problem_of
+from supervisord.core.spec import EngineSpec, NodeSpec, SupervisorSpec
 from supervisord.engine import profiles
-from supervisord.engine.flags import FlagBook
-from supervisord.engine.launch import Explanation, explain
-from supervisord.engine.launch_flags import Knowledge
+from supervisord.engine.launch import explain
+from supervisord.engine.launch_flags import Knowledge, Settled, settle
 
 EXIT_OK: Final = 0
 EXIT_INVALID: Final = 2
-
-_ASK_S: Final = 5.0
 
 _DESCRIPTION: Final = "Say whether the daemon would take a configuration, and everything that is wrong with it."
 
@@ -37,80 +33,79 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def main(args: argparse.Namespace) -> int:
-    """Validate; problems go to stderr, one a line. 0: valid, 2: not."""
+    """Validate; problems and warnings go to stderr, one a line. 0: valid, and all engines could start; 2: not."""
     path: Path = args.config
     as_root = daemon_is_root(path)
-    try:
-        loaded = load(path, trust=as_root)
-        plans = _plans(loaded, path, as_root=as_root)
-    except ConfigError as error:
-        print_problems(error, path)
-        return EXIT_INVALID
-    for warning in (*loaded.warnings, *_launch_warnings(plans)):
+    found = survey(path, trust=as_root)
+    problems: list[object] = list(found.problems)
+    warnings = list(found.loaded.warnings)
+    if found.whole:  # what seems to be missing may be in a file that cannot be read
+        check = _Check(found, path, as_root=as_root)
+        problems += check.problems
+        warnings += check.warnings
+    for warning in dict.fromkeys(warnings):
         print(f"warning: {printable(warning)}", file=sys.stderr)
-    names = ", ".join(loaded.spec.engines) or "none"
+    if problems:
+        print_problems(problems, path)
+        return EXIT_INVALID
+    names = ", ".join(found.loaded.spec.engines) or "none"
     print(f"{path} is valid; engines: {names}")
     return EXIT_OK
 
 
-def print_problems(error: ConfigError, path: Path) -> None:
+def print_problems(problems: Iterable[object], path: Path) -> None:
     """Every problem of a refused configuration and how many there are, on stderr."""
-    for problem in error.problems:
-        print(printable(str(problem)), file=sys.stderr)
-    count = len(error.problems)
+    lines = list(dict.fromkeys(map(str, problems)))
+    for line in lines:
+        print(printable(line), file=sys.stderr)
+    count = len(lines)
     print(f"cannot use the configuration {path}: {count} problem{'s' if count > 1 else ''}", file=sys.stderr)
 
 
-class Machine:
-    """What this machine has for the engines of a configuration: the flags of each vLLM, the GPUs, the profiles.
+class _Check:
+    """A configuration against this machine, as far as its keys are right: a key that was refused hides no other."""
 
-    Raises ConfigError for profiles that cannot be used. Reading flags can take a minute for each vLLM.
-    """
+    def __init__(self, found: Survey, path: Path, *, as_root: bool) -> None:
+        self.problems: list[object] = []
+        self.warnings: list[str] = []
+        self._refused = found.refused
+        self._origins = found.loaded.origins
+        self._as_root = as_root
+        node = self._usable(found.loaded.spec)
+        try:
+            known = profiles.load(path.absolute().parent, trust=as_root)
+        except ConfigError as error:
+            self.problems += error.problems
+            known = profiles.Profiles(profiles.shipped())
+            node = replace(node, engines={name: replace(spec, profile="none") for name, spec in node.engines.items()})
+        self._machine = Machine(node, known, as_root=as_root)
+        self._told = {(problem.file, problem.path) for problem in found.problems}
+        for spec in node.engines.values():
+            self._engine(spec, known)
+        self.problems += self._new(problem_of(problem, self._origins) for problem in self._machine.gpu_problems())
+        self.warnings += sentences(self._machine.gpu_warnings(), self._origins)
 
-    def __init__(self, node: NodeSpec, path: Path, *, as_root: bool) -> None:
-        self._profiles = profiles.load(path.absolute().parent, trust=as_root)
-        self._book = FlagBook(Path(node.supervisor.state_dir), as_root=as_root, base_env=os.environ)
-        self._gpus = _gpus(node)
+    def _usable(self, node: NodeSpec) -> NodeSpec:
+        """Without what would lead us to a wrong place."""
+        if ("supervisor", "state_dir") in self._refused:
+            node = replace(node, supervisor=replace(node.supervisor, state_dir=SupervisorSpec().state_dir))
+        return node
 
-    def known(self, spec: EngineSpec) -> Knowledge:
-        """What is known for one engine."""
-        return Knowledge(flags=self._book.read(spec), gpus=self._kinds(spec), profiles=self._profiles)
+    def _engine(self, spec: EngineSpec, known: profiles.Profiles) -> None:
+        at = ("engine", spec.name)
+        if (*at, "command") in self._refused:  # there is no program that could be asked
+            facts = Knowledge(gpus=self._machine.kinds(spec), profiles=known, origins=self._origins)
+            self._settled(settle(replace(spec, command=()), None, facts))
+            return
+        facts = self._machine.known(spec)
+        found = explain(spec, as_root=self._as_root, base_env=os.environ, origins=self._origins, known=facts)
+        self.problems += [one.text for one in found.obstacles if (*at, one.key) not in self._refused]
+        self._settled(found.flags)
 
-    def _kinds(self, spec: EngineSpec) -> list[GpuKind] | None:
-        """The kinds of an engine's GPUs; None unless all of them are known."""
-        names = {str(gpu.get(key)): gpu for key in ("index", "pci_id", "uuid") for gpu in self._gpus}
-        wanted = [normal_pci_id(name) if ":" in name else name for name in spec.gpus]
-        found = [gpu for name in wanted if (gpu := names.get(name)) is not None]
-        if len(found) != len(spec.gpus):
-            return None
-        return [GpuKind(gpu.get("generation") or UNKNOWN, gpu.get("class") or UNKNOWN) for gpu in found]
+    def _settled(self, flags: Settled) -> None:
+        self.problems += self._new(flags.problems)
+        self.warnings += flags.warnings
 
-
-def _gpus(node: NodeSpec) -> Sequence[Mapping[str, Any]]:
-    """The GPUs of this machine as the daemon knows them; none when it does not run, or does not let us ask."""
-    if not any(spec.gpus for spec in node.engines.values()):
-        return ()
-    try:
-        gpus = get(node.supervisor.socket, "/v1/status", timeout_s=_ASK_S).document().get("gpus", ())
-    except ControlError:
-        return ()
-    return [gpu for gpu in gpus if isinstance(gpu, dict)]
-
-
-def _plans(loaded: Loaded, path: Path, *, as_root: bool) -> list[Explanation]:
-    """How each engine would be started. Raises ConfigError for flags that its vLLM does not take."""
-    machine = Machine(loaded.spec, path, as_root=as_root)
-    plans = [
-        explain(spec, as_root=as_root, base_env=os.environ, origins=loaded.origins, known=machine.known(spec))
-        for spec in loaded.spec.engines.values()
-    ]
-    if problems := [problem for found in plans for problem in found.flags.problems]:
-        raise ConfigError(problems)
-    return plans
-
-
-def _launch_warnings(plans: list[Explanation]) -> list[str]:
-    """What would keep an engine from starting here. Not the configuration's fault: vLLM may be installed later."""
-    warnings = [warning for found in plans for warning in found.flags.warnings]
-    errors = [f"engine {found.plan.engine} would not start: {error}" for found in plans for error in found.plan.errors]
-    return [*warnings, *errors]
+    def _new(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+        """Those of keys of which nothing was said yet."""
+        return (problem for problem in problems if (problem.file, problem.path) not in self._told)

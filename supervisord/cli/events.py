@@ -23,7 +23,7 @@ _WAIT_S: Final = 25.0
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGO: Final = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,3})?[smhdw])+")
 _PART: Final = re.compile(r"([0-9.]+)([smhdw])")
-_KIND_WIDTH: Final = 14
+_KIND_WIDTH: Final = len("gpu_telemetry_unresponsive")
 _SEVERITY_WIDTH: Final = 8
 _COLOURS: Final = {"critical": "1;31", "error": "31", "warning": "33", "notice": "32", "debug": "2"}
 

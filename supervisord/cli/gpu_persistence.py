@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         loaded = load(path, trust=daemon_is_root(path), check_files=False)
     except ConfigError as error:
-        print_problems(error, path)
+        print_problems(error.problems, path)
         return INVALID
     session = _Session()
     try:
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     finally:
         session.close()
     for task in tasks:
-        print(clean(_line(task)))
+        print(clean(_forecast(task) if args.dry_run else _line(task)))
     for task in tasks:
         if task.failed:
             complain(f"cannot set persistence mode of {label(task.gpu)}: {task.failed}")
@@ -169,10 +169,24 @@ def _settled(task: _Task, error: int | None, now: bool | None) -> _Task:
     return replace(task, now=now, failed=failed, code=code)
 
 
+def _forecast(task: _Task) -> str:
+    """What a run would do."""
+    if task.wanted is None:
+        told = "would be left"
+    elif task.was is task.wanted:
+        told = "as wanted"
+    else:
+        told = f"{'wanted' if task.failed else 'would be set'} {_word(task.wanted)}"
+    return f"{_name(task)}: is {_word(task.was)}, {told}; {task.why}"
+
+
 def _line(task: _Task) -> str:
     wanted = "leave" if task.wanted is None else _word(task.wanted)
-    name = f", {task.gpu.name}" if task.gpu.name else ""
-    return f"{label(task.gpu)}{name}: wanted {wanted}, was {_word(task.was)}, now {_word(task.now)}; {task.why}"
+    return f"{_name(task)}: wanted {wanted}, was {_word(task.was)}, now {_word(task.now)}; {task.why}"
+
+
+def _name(task: _Task) -> str:
+    return f"{label(task.gpu)}, {task.gpu.name}" if task.gpu.name else label(task.gpu)
 
 
 def _word(on: bool | None) -> str:

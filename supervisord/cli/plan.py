@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from supervisord.cli.check_config import EXIT_INVALID, EXIT_OK, Machine, print_problems
-from supervisord.config import DEFAULT_PATH, ConfigError, daemon_is_root, load
-from supervisord.config_problems import printable
+from supervisord.cli.check_config import EXIT_INVALID, EXIT_OK, print_problems
+from supervisord.cli.machine import Machine
+from supervisord.config import DEFAULT_PATH, ConfigError, daemon_is_root, load, sentences
+from supervisord.config_problems import printable, problem_of
+from supervisord.engine import profiles
 from supervisord.engine.flags import FlagSet
 from supervisord.engine.launch import explain
 
@@ -42,9 +44,9 @@ def main(args: argparse.Namespace) -> int:
     as_root = daemon_is_root(path)
     try:
         loaded = load(path, trust=as_root, check_files=False)
-        machine = Machine(loaded.spec, path, as_root=as_root)
+        machine = Machine(loaded.spec, profiles.load(path.absolute().parent, trust=as_root), as_root=as_root)
     except ConfigError as error:
-        print_problems(error, path)
+        print_problems(error.problems, path)
         return EXIT_INVALID
     engines = loaded.spec.engines
     if args.engine is not None and args.engine not in engines:
@@ -52,13 +54,16 @@ def main(args: argparse.Namespace) -> int:
         wanted = printable(args.engine)
         print(f'cannot plan engine "{wanted}": {path} has no such engine; it has: {known}', file=sys.stderr)
         return EXIT_UNKNOWN_ENGINE
-    for warning in loaded.warnings:
+    for warning in (*loaded.warnings, *sentences(machine.gpu_warnings(), loaded.origins)):
         print(f"warning: {printable(warning)}", file=sys.stderr)
     failed = False
+    for finding in machine.gpu_problems():
+        failed = True
+        print(printable(str(problem_of(finding, loaded.origins))), file=sys.stderr)
     for spec in engines.values() if args.engine is None else (engines[args.engine],):
         facts = machine.known(spec)
         found = explain(spec, as_root=as_root, base_env=os.environ, origins=loaded.origins, known=facts)
-        print("\n".join(map(printable, _page(spec, found, loaded.spec, facts))), end="\n\n")
+        print("\n".join(map(printable, _page(spec, found, loaded.spec, facts, machine.devices(spec)))), end="\n\n")
         failed = failed or bool(found.plan.errors)
         for warning in found.flags.warnings:
             print(f"warning: {printable(warning)}", file=sys.stderr)
@@ -67,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     return EXIT_INVALID if failed else EXIT_OK
 
 
-def _page(spec: EngineSpec, found: Explanation, node: NodeSpec, known: Knowledge) -> Iterator[str]:
+def _page(spec: EngineSpec, found: Explanation, node: NodeSpec, known: Knowledge, devices: str | None) -> Iterator[str]:
     plan = found.plan
     yield f"engine {spec.name}"
     yield f"  user     {plan.user or 'that of the daemon'}"
@@ -84,7 +89,11 @@ def _page(spec: EngineSpec, found: Explanation, node: NodeSpec, known: Knowledge
     width = max(len(fact.what) for fact in found.command)
     yield from (f"  {fact.what:{width}}  {fact.origin}" for fact in found.command)
     yield "environment"
-    yield from (f"  {fact.what}={fact.value}  ({fact.origin})" for fact in found.environment)
+    for fact in found.environment:
+        value, origin = fact.value, fact.origin
+        if fact.what == "CUDA_VISIBLE_DEVICES" and devices is not None:
+            value, origin = devices, f"supervisor: the indices of gpus ({fact.value}) now; each launch looks them up"
+        yield f"  {fact.what}={value}  ({origin})"
     yield f"  and inherited from the daemon (here: this shell): {', '.join(found.inherited) or 'nothing'}"
     yield from (f"  {name} is set here, but engines do not get it" for name in found.left_out)
     yield "gates before a start"

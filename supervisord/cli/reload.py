@@ -20,7 +20,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "reload",
         description="Validates the configuration and applies it; only engines whose launch changes are restarted. "
-        "Exit code: 0 accepted (with --wait: applied), 1 an engine failed, 2 the configuration is invalid.",
+        "Exit code: 0 accepted (with --wait: applied), 1 an engine failed, 2 the configuration is invalid, "
+        "6 not applied within --timeout.",
     )
     add_wait(parser)
 

@@ -66,6 +66,35 @@ def terminal() -> tuple[int, bool]:
         return 80, colour
 
 
+def rows() -> int | None:
+    """Lines that the terminal of stdout has; None: nobody knows."""
+    lines = os.environ.get("LINES", "")
+    if lines.isascii() and lines.isdigit() and int(lines) > 0:
+        return int(lines)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).lines or None
+    except (OSError, ValueError):
+        return None
+
+
+def fitted(document: Document, room: int | None, *, width: int, colour: bool, now: float) -> str:
+    """The view in so many lines (None: any number): where it does not fit, what is not ready comes first."""
+    text = table(document, width=width, colour=colour, now=now)
+    if room is None or text.count("\n") <= room:
+        return text
+    engines = sorted(document["engines"], key=_rest)
+    lines = table({**document, "engines": engines}, width=width, colour=colour, now=now).splitlines(keepends=True)
+    kept = max(0, room - 1)
+    return "".join([*lines[:kept], f"... {len(lines) - kept} more lines\n"])
+
+
+def _rest(engine: Document) -> int:
+    """Engines in order of how little they need somebody."""
+    if engine["wanted"] == "running" and engine["state"] != "ready":
+        return 0
+    return 1 if engine["health"] == "degraded" else 2
+
+
 def table(document: Document, *, width: int, colour: bool, now: float) -> str:
     """Return the whole view; `now` is epoch seconds. Ends with a newline."""
     lines = [*_engines(document["engines"], width, colour, now)]
@@ -77,7 +106,8 @@ def table(document: Document, *, width: int, colour: bool, now: float) -> str:
 def summary(engine: Document) -> str:
     """Say in one line where an engine is and why."""
     state = "degraded" if engine["health"] == "degraded" else engine["state"]
-    told = "; ".join(reason["message"] for reason in engine["reasons"])
+    gates = engine["state"] == "waiting"
+    told = "; ".join(f"{r['code']}: {r['message']}" if gates else r["message"] for r in engine["reasons"])
     return clean(f"{state}: {told}" if told else state)
 
 

@@ -156,20 +156,22 @@ def _memory(gpu: Document) -> str:
 
 
 def _holders(gpu: Document) -> Iterator[str]:
-    """Engines with the sum of their processes, then processes of others, then what no process accounts for."""
+    """Engines with the sum of their processes, processes of others, the largest first; then what no process has."""
     processes = gpu["processes"]
     if processes is None:
         yield "-"
         return
-    engines = {process["engine"]: None for process in processes if process["engine"] is not None}
-    for name in engines:
+    holders: list[tuple[float | None, str]] = []
+    for name in dict.fromkeys(process["engine"] for process in processes if process["engine"] is not None):
         own = [process for process in processes if process["engine"] == name]
         pids = ", ".join(str(process["pid"]) for process in own)
-        yield f"{name} {_size(_sum(own))} (pid {pids})"
+        holders.append((_sum(own), f"{name} {_size(_sum(own))} (pid {pids})"))
     foreign = [process for process in processes if process["engine"] is None]
     foreign.sort(key=lambda process: -(process["memory_mib"] or 0))
     for process in foreign[:_FOREIGN_MAX]:
-        yield f"{process['name'] or 'unknown'} {_size(process['memory_mib'])} (pid {process['pid']}, not ours)"
+        size, name = process["memory_mib"], process["name"] or "unknown"
+        holders.append((size, f"{name} {_size(size)} (pid {process['pid']}, not ours)"))
+    yield from (text for _, text in sorted(holders, key=lambda holder: -(holder[0] or 0)))
     if len(foreign) > _FOREIGN_MAX:
         yield f"{len(foreign) - _FOREIGN_MAX} more, not ours"
     held, used = _sum(processes), gpu["memory_used_mib"]

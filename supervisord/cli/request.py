@@ -24,6 +24,8 @@ _DESCRIPTIONS: Final = {
 }
 _ACCEPT_S: Final = 30.0
 _POLL_S: Final = 25.0
+_TELL_S: Final = 60.0
+"""Who waits hears something at least this often."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,7 +43,7 @@ def add_wait(parser: argparse.ArgumentParser) -> None:
     """Declare --wait and --timeout."""
     parser.add_argument("--wait", action="store_true", help="return when it has come about, or cannot")
     parser.add_argument(
-        "--timeout", type=_seconds, default=0.0, metavar="S", help="with --wait: at most this long (0: ever)"
+        "--timeout", type=_seconds, default=0.0, metavar="SECONDS", help="with --wait: at most this long (0: for ever)"
     )
 
 
@@ -96,8 +98,8 @@ class Goal:
 
 
 def follow(socket: str, goal: Goal, deadline: float | None) -> int:
-    """Watch an engine until it has come to rest, telling each state on its way."""
-    target, told = "/v1/status", ""
+    """Watch an engine until it has come to rest, telling each state and each reason to wait on its way."""
+    target, told, tell_at = "/v1/status", "", 0.0
     while True:
         reply = get(socket, target, ANSWER_S + _POLL_S)
         engine = find(reply.document(), goal.name)
@@ -109,13 +111,16 @@ def follow(socket: str, goal: Goal, deadline: float | None) -> int:
             else:
                 complain(f"cannot {goal.op} {goal.name}: {text}")
             return code
-        state = engine["state"] if engine is not None else ""
-        if engine is not None and state != told:
-            print(f"{goal.name}: {render.summary(engine)}", flush=True)
-            told = state
-        left_s = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
+        now = time.monotonic()
+        state, text = ("", "") if engine is None else (engine["state"], render.summary(engine))
+        # How far a start has come changes all the time; why an engine waits is news.
+        news = text if state == "waiting" else state
+        if news != told or now >= tell_at:
+            print(f"{goal.name}: {text}", flush=True)
+            told, tell_at = news, now + _TELL_S
+        left_s = min(_POLL_S, tell_at - now, *([] if deadline is None else [deadline - now]))
         if left_s <= 0:
-            complain(f"cannot wait any longer for {goal.op} of {goal.name} (--timeout): it is {state}")
+            complain(f"cannot wait any longer for {goal.op} of {goal.name} (--timeout): it is {text}")
             return TIMED_OUT
         target = f"/v1/status?after={reply.number('status-serial')}&timeout={left_s:.3f}"
 

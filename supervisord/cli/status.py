@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import time
 
@@ -12,6 +14,8 @@ from supervisord.control.client import ANSWER_S, RefusedError, get
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
+    from types import FrameType
     from typing import Any, Final, NoReturn
 
     Document = dict[str, Any]
@@ -21,6 +25,8 @@ _PAUSE_S: Final = 0.2
 _HOME: Final = "\x1b[H"
 _CLEAR_LINE: Final = "\x1b[K"
 _CLEAR_BELOW: Final = "\x1b[J"
+_OTHER_SCREEN: Final = "\x1b[?1049h"
+_OWN_SCREEN: Final = "\x1b[?1049l"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,18 +69,35 @@ def _select(document: Document, name: str | None) -> Document:
 
 def _watch(args: argparse.Namespace) -> NoReturn:
     """Show every change, and fresh ages on a terminal; ends only by an exception."""
-    seen: int | None = None
-    target = "/v1/status"
-    while True:
-        reply = get(args.socket, target, ANSWER_S + _REFRESH_S)
-        serial = reply.number("status-serial")
-        target = f"/v1/status?after={serial}&timeout={_REFRESH_S}"
-        document = _select(reply.document(), args.engine)
-        live = sys.stdout.isatty() and not args.json
-        if live or serial != seen:
-            _show(document, as_json=args.json, live=live)
-        seen = serial
-        time.sleep(_PAUSE_S)  # a busy node changes many times a second, a reader's eyes do not
+    live = sys.stdout.isatty() and not args.json
+    with _other_screen() if live else contextlib.nullcontext():
+        seen: int | None = None
+        target = "/v1/status"
+        while True:
+            reply = get(args.socket, target, ANSWER_S + _REFRESH_S)
+            serial = reply.number("status-serial")
+            target = f"/v1/status?after={serial}&timeout={_REFRESH_S}"
+            document = _select(reply.document(), args.engine)
+            if live or serial != seen:
+                _show(document, as_json=args.json, live=live)
+            seen = serial
+            time.sleep(_PAUSE_S)  # a busy node changes many times a second, a reader's eyes do not
+
+
+@contextlib.contextmanager
+def _other_screen() -> Iterator[None]:
+    """Draw on the terminal's other screen: what was on its own comes back at the end."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        print(_OTHER_SCREEN, end="", flush=True)
+        yield
+    finally:
+        print(_OWN_SCREEN, end="", flush=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(document: Document, *, as_json: bool, live: bool) -> None:
@@ -82,7 +105,9 @@ def _show(document: Document, *, as_json: bool, live: bool) -> None:
         print(json.dumps(document, separators=(",", ":")), flush=True)
         return
     width, colour = render.terminal()
-    text = render.table(document, width=width, colour=colour, now=time.time())
+    rows = render.rows() if live else None
+    # The last row stays free: a line feed there would scroll.
+    text = render.fitted(document, rows and rows - 1, width=width, colour=colour, now=time.time())
     if live:
         text = _HOME + text.replace("\n", f"{_CLEAR_LINE}\n") + _CLEAR_BELOW
     print(text, end="" if live else "\n", flush=True)

@@ -48,9 +48,7 @@ _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _SECONDS: Final = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _EPOCH: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,6})?")
 _OPS: Final = {op.value: op for op in Op}
-_GPU_NAME: Final = re.compile(
-    r"GPU-[0-9a-fA-F-]{4,60}|(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?|[0-9]{1,3}"
-)
+_GPU_NAME: Final = re.compile(r"[0-9A-Za-z:.-]{1,64}")
 _UNKNOWN_GPU: Final = "unknown_gpu"
 
 

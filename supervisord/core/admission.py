@@ -55,11 +55,7 @@ def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
         ready_since=None,
         warmup=None,
         devices=tuple(gpu.uuid for gpu in gpus) if known else (),
-        strange_bytes={
-            gpu.uuid: strange
-            for gpu in gpus
-            if gpu.reading is not None and (strange := gpu_inventory.strange_bytes(gpu.reading)) is not None
-        },
+        strange_bytes={},
         gpu_bytes=None,
         placed=False,
         app_xids=(),
@@ -138,6 +134,8 @@ def wait(turn: Turn, engine: Engine, reason: Reason, recheck_at: float) -> None:
             reason=reason,
         )
     turn.enter(engine, Waiting(reason, recheck_at))
+    if reason.code in GPU_GATES and turn.node.telemetry.asked_at is None:
+        telemetry.hasten(turn, turn.now + telemetry.HURRY_S)
 
 
 def _same(old: Reason, new: Reason) -> bool:

@@ -46,6 +46,7 @@ def save_engine(engine: Engine) -> Saved:
         "shortfall_retried": engine.shortfall_retried,
         "failures": engine.failures,
         "devices": list(engine.devices),
+        "devices_generation": engine.generation if engine.launching is None else engine.launching,
         "restart_times": list(engine.restart_times),
         "failed": {"kind": phase.kind.value, "message": phase.message}
         if isinstance(phase, Failed) and failed
@@ -113,9 +114,15 @@ def restore(
         for name, engine in spec.engines.items()
     }
     return {
-        name: replace(engine, generation=max(engine.generation, spawned.get(name, 0)))
-        for name, engine in engines.items()
+        name: _as_spawned(engine, _mapping(saved.get(name)), spawned.get(name, 0)) for name, engine in engines.items()
     }
+
+
+def _as_spawned(engine: Engine, saved: Mapping[str, Any], spawned: int) -> Engine:
+    """With the generation that lives, and no GPUs but those that this very one was given."""
+    generation = max(engine.generation, spawned)
+    devices = engine.devices if _count(saved.get("devices_generation")) == generation else ()
+    return replace(engine, generation=generation, devices=devices)
 
 
 def _restore_engine(spec: EngineSpec, plan_id: str, saved: Mapping[str, Any], now: float, *, same_boot: bool) -> Engine:

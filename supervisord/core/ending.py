@@ -160,7 +160,7 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     if isinstance(phase, Stopping):
         asked = phase.after is not After.CRASH
         if asked:
-            engine = replace(engine, last_exit=_asked_exit(engine, seen, turn.now))
+            engine = replace(engine, last_exit=_asked_exit(engine, phase.cause, seen.code, seen.signal, turn.now))
         turn.put(engine)
         if not phase.sweeping:
             give_up_at = min(phase.give_up_at, turn.now + UNKILLABLE_AFTER_S)
@@ -202,8 +202,11 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
 
 
-def _asked_exit(engine: Engine, seen: Exited, now: float) -> LastExit:
-    return LastExit(ExitClass.STOPPED, seen.code, seen.signal, now, engine.generation, "asked for")
+def _asked_exit(engine: Engine, cause: Reason, code: int | None, number: int | None, now: float) -> LastExit:
+    """How one ended that was told to: for a fault of its GPU, or because somebody asked for it."""
+    if cause.code == "gpu_fault":
+        return LastExit(ExitClass.HARDWARE, code, number, now, engine.generation, cause.message)
+    return LastExit(ExitClass.STOPPED, code, number, now, engine.generation, "asked for")
 
 
 def _how(seen: Exited) -> str:
@@ -231,8 +234,9 @@ def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
         return
     if engine.process is not None and not phase.exited and phase.after is not After.CRASH:
         # The news of its exit comes after that of the sweep, when nobody waits for it any more.
-        text = "asked for; it did not end by itself, SIGKILL"
-        last = LastExit(ExitClass.STOPPED, None, SIGKILL, turn.now, engine.generation, text)
+        last = _asked_exit(engine, phase.cause, None, SIGKILL, turn.now)
+        if last.kind is ExitClass.STOPPED:
+            last = replace(last, advice="asked for; it did not end by itself, SIGKILL")
         engine = replace(engine, last_exit=last)
     _await_memory(turn, replace(engine, process=None), phase)
 

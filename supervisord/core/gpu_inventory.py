@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from supervisord.core import telemetry
+from supervisord.core import gpu_claims, telemetry
 from supervisord.core.gpu_samples import GpuProcess, GpuReading
-from supervisord.core.model import Engine, Gpu, Reason
-from supervisord.core.spec import EngineSpec
+from supervisord.core.model import Engine, Gpu, Node, Reason
 from supervisord.core.turn import Turn
 
 STRANGE_MAX: Final = 512 << 20
-"""More memory than this that belongs to no process, compared to before the launch, is a rest of somebody."""
-CLAIM_DEFAULT: Final = 0.9
-"""gpu-memory-utilization where it is not set; 0.92 in newer releases."""
+"""More memory than this that belongs to no process is somebody's: a rest, or a tenant whose processes are not told."""
 CLAIM_SLACK: Final = 0.01
 """Of the whole memory: NVML counts a little more than CUDA sees."""
 _GIB: Final = 1 << 30
@@ -35,21 +32,26 @@ def normal_pci_id(text: str) -> str:
 
 
 def find(gpus: Mapping[str, Gpu], name: str) -> Gpu | None:
-    """The GPU that a name of the configuration or of an operator means: UUID, PCI id or index."""
+    """The GPU that a name of the configuration or of an operator means: UUID, PCI id (who answers first) or index."""
     known = next((gpu for uuid, gpu in gpus.items() if uuid.lower() == name.lower()), None)
     if known is not None:
         return known
     if ":" in name:
         pci_id = normal_pci_id(name)
-        return next((gpu for gpu in gpus.values() if gpu.pci_id == pci_id), None)
+        there = sorted(gpus.values(), key=lambda gpu: gpu.absent_since is not None)
+        return next((gpu for gpu in there if gpu.pci_id == pci_id), None)
     return _by_index(gpus, int(name)) if name.isdecimal() else None
 
 
 def _by_index(gpus: Mapping[str, Gpu], index: int) -> Gpu | None:
-    """NVML counts on over a lost GPU: then the place among all that are known is what the index meant before."""
-    if all(gpu.absent_since is None for gpu in gpus.values()):
-        return next((gpu for gpu in gpus.values() if gpu.index == index), None)
-    order = sorted(gpus.values(), key=lambda gpu: (gpu.pci_id, gpu.uuid))
+    """NVML counts on over a lost GPU: then the place among all that are known is what the index meant before.
+
+    One that was replaced has no PCI id, and no place any more.
+    """
+    here = [gpu for gpu in gpus.values() if gpu.pci_id]
+    if all(gpu.absent_since is None for gpu in here):
+        return next((gpu for gpu in here if gpu.index == index), None)
+    order = sorted(here, key=lambda gpu: (gpu.pci_id, gpu.uuid))
     return order[index] if index < len(order) else None
 
 
@@ -57,6 +59,20 @@ def named(gpus: Mapping[str, Gpu], names: Iterable[str]) -> list[Gpu]:
     """The GPUs that some names mean; those that are not known are left out."""
     found = (find(gpus, name) for name in names)
     return [gpu for gpu in found if gpu is not None]
+
+
+def named_twice(gpus: Mapping[str, Gpu], names: Iterable[str]) -> Reason | None:
+    """Whether some names mean one GPU twice (its index and its UUID): no engine can have it for two ranks."""
+    name_of: dict[str, str] = {}
+    for name in names:
+        gpu = find(gpus, name)
+        if gpu is None:
+            continue
+        if gpu.uuid in name_of:
+            text = f"gpus names {label(gpu)} twice, as {name_of[gpu.uuid]} and as {name}: correct gpus"
+            return Reason("gpu_missing", text)
+        name_of[gpu.uuid] = name
+    return None
 
 
 def of_engine(gpus: Mapping[str, Gpu], engine: Engine) -> list[Gpu]:
@@ -85,7 +101,7 @@ def places(gpus: Mapping[str, Gpu], chosen: Iterable[Gpu]) -> tuple[int, ...]:
 
 
 def capacity_bytes(gpus: Mapping[str, Gpu], engine: Engine) -> int | None:
-    """What an engine's memory can grow to before its fullest GPU is full; None: unknown."""
+    """What an engine's memory can grow to before its fullest GPU is full; None: unknown (on a GB10, always)."""
     readings = [gpu.reading for gpu in of_engine(gpus, engine)]
     free = [reading.free_bytes for reading in readings if reading is not None and reading.free_bytes is not None]
     if engine.gpu_bytes is None or not free or len(free) < len(readings):
@@ -99,57 +115,60 @@ def capacity_bytes(gpus: Mapping[str, Gpu], engine: Engine) -> int | None:
 def gate(turn: Turn, engine: Engine) -> Reason | None:
     """Why an engine cannot be started on its GPUs now; None: it can, or nobody can know.
 
-    Missing telemetry closes the gate only where new processes could not use a GPU either.
+    A probe that fails for a moment changes nothing. One that is unresponsive closes the gate only where new processes
+    could not use a GPU either.
     """
     node, names = turn.node, engine.spec.gpus
     if not names or telemetry.off(node) or names[0].startswith(MIG):
         return None
-    trouble = telemetry.trouble(node)
-    if trouble is not None and (node.telemetry.released_until is not None or not node.telemetry.hangs):
-        return Reason("driver_not_ready", trouble.message)
-    for name in names:
-        gpu = find(node.gpus, name)
-        if gpu is None and trouble is not None:
-            if ":" in name:
-                return Reason("driver_not_ready", f"{trouble.message}: nobody can tell the index of {name}")
-            continue
-        if gpu is None:
-            known = ", ".join(label(one) for one in node.gpus.values()) or "none"
-            return Reason("gpu_missing", f"there is no GPU {name} on this machine (known: {known})")
-        if gpu.quarantine is not None:
-            text = f"{label(gpu)} is quarantined: {gpu.quarantine.message}; then: vllm-supervisor gpu clear {gpu.uuid}"
-            return Reason("gpu_quarantined", text)
-        if gpu.absent_since is not None:
-            return Reason("gpu_missing", f"{label(gpu)} does not answer")
+    closed = telemetry.closed(node)
+    if closed is not None:
+        return Reason("driver_not_ready", closed.message)
+    twice = named_twice(node.gpus, names)
+    if twice is not None:
+        return twice
+    reasons = (_gate(node, name) for name in names)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _gate(node: Node, name: str) -> Reason | None:
+    gpu, unresponsive = find(node.gpus, name), node.telemetry.unresponsive
+    quarantine = gpu or find(node.unseen_gpus, name)
+    if quarantine is not None and quarantine.quarantine is not None:
+        text = f"{label(quarantine)} is quarantined: {quarantine.quarantine.message}"
+        return Reason("gpu_quarantined", f"{text}; then: vllm-supervisor gpu clear {quarantine.uuid}")
+    if gpu is None and not unresponsive:
+        known = ", ".join(label(one) for one in node.gpus.values()) or "none"
+        return Reason("gpu_missing", f"there is no GPU {name} on this machine (known: {known})")
+    if gpu is None:
+        text = f"NVML does not answer: nobody can tell the index of {name}"
+        return Reason("driver_not_ready", text) if ":" in name else None
+    if gpu.absent_since is not None:
+        return Reason("gpu_missing", f"{label(gpu)} does not answer")
+    error = gpu.reading.error if gpu.reading is not None else None
+    if error is not None and (not unresponsive or error in telemetry.LASTING):
+        return Reason("driver_not_ready", f"{label(gpu)}: {telemetry.no_driver(error).message}")
     return None
 
 
 def memory_gate(turn: Turn, engine: Engine) -> Reason | None:
     """Whether what an engine will claim is free on each of its GPUs; who holds the rest is named."""
     node = turn.node
-    if telemetry.off(node) or telemetry.trouble(node) is not None:
-        return None
-    closed = (_memory(engine.spec, gpu) for gpu in named(node.gpus, engine.spec.gpus))
+    if telemetry.off(node) or node.telemetry.unresponsive:
+        return None  # what was free when it was last seen may be long ago
+    closed = (_memory(engine, gpu) for gpu in named(node.gpus, engine.spec.gpus))
     return next((reason for reason in closed if reason is not None), None)
 
 
-def claim(spec: EngineSpec) -> float | None:
-    """The part of each GPU's memory that an engine will claim; None: it goes by bytes, which vLLM itself checks."""
-    if "kv-cache-memory-bytes" in spec.args:
-        return None
-    value = spec.args.get("gpu-memory-utilization", CLAIM_DEFAULT)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else CLAIM_DEFAULT
-
-
-def _memory(spec: EngineSpec, gpu: Gpu) -> Reason | None:
+def _memory(engine: Engine, gpu: Gpu) -> Reason | None:
     """With less free memory than it will claim, vLLM refuses to start."""
-    part, reading = claim(spec), gpu.reading
+    part, reading = gpu_claims.of(engine), gpu.reading
     if part is None or reading is None or reading.free_bytes is None or reading.total_bytes is None:
         return None
     if reading.free_bytes >= (part - CLAIM_SLACK) * reading.total_bytes:
         return None
     text = (
-        f"{label(gpu)} has {reading.free_bytes / _GIB:.1f} GiB free, {spec.name} will claim "
+        f"{label(gpu)} has {reading.free_bytes / _GIB:.1f} GiB free, {engine.spec.name} will claim "
         f"{part * reading.total_bytes / _GIB:.1f} GiB (gpu-memory-utilization {part:g})"
     )
     holders = sorted(reading.processes or (), key=lambda process: -(process.used_bytes or 0))
@@ -166,7 +185,11 @@ def _holder(process: GpuProcess) -> str:
 
 
 def held(gpus: Mapping[str, Gpu], engine: Engine) -> str | None:
-    """What of a gone engine is still on its GPUs, in words; None: everything came back, or nobody can tell."""
+    """What of a gone engine is still on its GPUs, in words; None: everything came back, or nobody can tell.
+
+    Memory of no process is its own only if processes are told here (its own were), and no tenant hides there whose
+    memory might have grown.
+    """
     for gpu in of_engine(gpus, engine):
         reading = gpu.reading
         if reading is None or gpu.absent_since is not None:
@@ -174,8 +197,8 @@ def held(gpus: Mapping[str, Gpu], engine: Engine) -> str | None:
         for process in reading.processes or ():
             if process.engine == engine.spec.name:
                 return f"{_mib(process.used_bytes)} of its pid {process.pid} on {label(gpu)}"
-        before, now = engine.strange_bytes.get(gpu.uuid), strange_bytes(reading)
-        if before is not None and now is not None and now - before > STRANGE_MAX:
+        before, now = engine.strange_bytes.get(gpu.uuid) if engine.placed else None, strange_bytes(reading)
+        if before is not None and before <= STRANGE_MAX and now is not None and now - before > STRANGE_MAX:
             return f"{_mib(now - before)} of no process on {label(gpu)}"
     return None
 

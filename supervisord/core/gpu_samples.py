@@ -7,9 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 MEMORY_V1 = 1
 MEMORY_V2 = 2
+
+LOST: Final = frozenset({15, 16})
+"""NVML codes that say of one GPU that it is of no use: lost, and reset required. All others may be anybody's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlace:
+    """Which GPU is meant, for a probe that may not ask it: its index counts until one has seen it itself."""
+
+    uuid: str
+    pci_id: str
+    index: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +40,8 @@ class GpuProcess:
 class GpuReading:
     """One GPU in one sweep.
 
-    `error`: the NVML code that every call for this GPU failed with (15 lost, 999 unknown), None: it answers.
+    `error`: the NVML code that every call for this GPU failed with (15 lost, 16 reset required, 999 unknown), None: it
+    answers.
     `problems`: NVML codes of single values that failed otherwise than by being unsupported, by name of the field.
     `unsupported`: names of the fields that this GPU or driver does not have.
     """

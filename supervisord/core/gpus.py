@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from supervisord.core import ending, gpu_kinds, persistence, telemetry, xids
-from supervisord.core.gpu_inventory import find, held, label, of_engine
-from supervisord.core.gpu_samples import GpuReading, GpuSweep
+from supervisord.core import ending, gpu_kinds, persistence, starting, telemetry, xids
+from supervisord.core.gpu_faults import meet, put, quarantine
+from supervisord.core.gpu_inventory import held, label, of_engine, strange_bytes
+from supervisord.core.gpu_samples import LOST, GpuReading, GpuSweep
 from supervisord.core.memory import observed
-from supervisord.core.messages import GpusSwept, Severity, XidSeen
+from supervisord.core.messages import GpusSwept, Severity
 from supervisord.core.model import (
     After,
     Draining,
     Engine,
     ExitClass,
-    Failed,
     Gpu,
     LastExit,
     Ready,
@@ -31,10 +31,6 @@ from supervisord.core.xids import XidClass
 
 ABSENT_FOR_S: Final = 2.0
 """One sweep without a GPU may be an enumeration that went wrong; it is looked at again at once."""
-XID_AGAIN_S: Final = 2.0
-"""NVML and the kernel log tell of the same one; repeats of a fault that is known come every 45 s."""
-OFF_BUS: Final = "off_bus"
-"""Counted as, where the kernel log gives no number."""
 THROTTLED_FOR_S: Final = 30.0
 _SLOW_FIELDS: Final = ("energy_j", "mig", "ecc_uncorrected", "remap_pending", "remap_failed", "recovery_action")
 
@@ -63,25 +59,26 @@ def on_swept(turn: Turn, seen: GpusSwept) -> None:
     if sweep is None or sweep.problem is not None:
         _pace(turn)
         return
-    known = dict(turn.node.gpus)
+    before = turn.node.gpus
+    known = dict(before)
     for reading in sweep.gpus:
         if reading.uuid:
             known[reading.uuid] = as_seen(known.get(reading.uuid) or Gpu(reading.uuid), reading, sweep)
-    here = {reading.uuid for reading in sweep.gpus if reading.uuid}
-    for uuid, gpu in known.items():
-        if uuid not in here and gpu.absent_since is None:
-            known[uuid] = replace(gpu, absent_since=sweep.at)
+    _miss(known, sweep)
+    _drop_replaced(turn, known, sweep)
     turn.node = replace(turn.node, gpus=known)
     for gpu in known.values():
-        _judge(turn, gpu, sweep)
+        _judge(turn, meet(turn, gpu), _reading_of(before, gpu.uuid), sweep)
         persistence.reconcile(turn, turn.node.gpus[gpu.uuid])
     for engine in turn.engines():
-        _on_engine(turn, engine, sweep)
+        _on_engine(turn, engine, before, sweep)
     _pace(turn)
 
 
 def as_seen(old: Gpu, new: GpuReading, sweep: GpuSweep) -> Gpu:
     """What a sweep makes of a GPU, before anything is concluded from it."""
+    if new.error is not None and new.error not in LOST:
+        return _silent(replace(old, pci_id=new.pci_id or old.pci_id), new.index, new.error)
     if new.error is not None:
         since = old.absent_since if old.absent_since is not None else sweep.at
         return replace(old, pci_id=new.pci_id or old.pci_id, absent_since=since)
@@ -104,27 +101,73 @@ def as_seen(old: Gpu, new: GpuReading, sweep: GpuSweep) -> Gpu:
     )
 
 
-def _judge(turn: Turn, gpu: Gpu, sweep: GpuSweep) -> None:
+def _reading_of(gpus: Mapping[str, Gpu], uuid: str) -> GpuReading | None:
+    return gpus[uuid].reading if uuid in gpus else None
+
+
+def _silent(old: Gpu, index: int | None, error: int) -> Gpu:
+    """It fails with a code that says nothing about the GPU itself: nothing is known of it, and nothing concluded."""
+    index, before = old.index if old.index is not None else index, old.reading
+    reading = GpuReading(old.uuid, old.pci_id, index or 0, error=error)
+    if before is not None:
+        kept = {name: getattr(before, name) for name in _SLOW_FIELDS if name != "energy_j"}
+        reading = replace(reading, **kept)
+    return replace(old, index=index, reading=reading, absent_since=None, throttled_since=None)
+
+
+def _miss(known: dict[str, Gpu], sweep: GpuSweep) -> None:
+    """What is known and not listed is gone, if another GPU answers and none is listed that cannot say its name."""
+    here, taken = ({getattr(reading, name) for reading in sweep.gpus} for name in ("uuid", "pci_id"))
+    nameless = [reading.error for reading in sweep.gpus if not reading.uuid]
+    doubt = next((error for error in nameless if error not in LOST), None)
+    if all(reading.error is not None for reading in sweep.gpus):
+        doubt = telemetry.NOBODY_THERE if doubt is None else doubt
+    for uuid, gpu in known.items():
+        if uuid in here:
+            continue
+        known_well = gpu.reading is not None and gpu.quarantine is None
+        if doubt is not None and known_well and gpu.pci_id not in taken:
+            known[uuid] = _silent(gpu, gpu.index, doubt)
+        elif gpu.absent_since is None:
+            known[uuid] = replace(gpu, absent_since=sweep.at)
+
+
+def _drop_replaced(turn: Turn, known: dict[str, Gpu], sweep: GpuSweep) -> None:
+    """Whose place another card has is not in the machine: it has no index any more, and no PCI id."""
+    place_of = {reading.pci_id: reading.uuid for reading in sweep.gpus if reading.uuid and reading.pci_id}
+    for gpu in list(known.values()):
+        other = place_of.get(gpu.pci_id, gpu.uuid)
+        if gpu.absent_since is None or other == gpu.uuid:
+            continue
+        text = f"{label(gpu)} was replaced: {gpu.pci_id} is {label(known[other])} now"
+        if gpu.quarantine is None:
+            del known[gpu.uuid]
+        else:
+            text += f"; it is shown until: vllm-supervisor gpu clear {gpu.uuid}"
+            known[gpu.uuid] = replace(gpu, pci_id="", index=None, reading=None, reasons=())
+        turn.record("gpu_replaced", None, text, severity=Severity.NOTICE, gpu=gpu.uuid, by=other)
+
+
+def _judge(turn: Turn, gpu: Gpu, before: GpuReading | None, sweep: GpuSweep) -> None:
     """Quarantine what must not be used, tell what is worth knowing."""
     reading = gpu.reading
     if reading is None or gpu.absent_since is not None:
         if gpu.quarantine is None and sweep.at - (gpu.absent_since or sweep.at) >= ABSENT_FOR_S:
             remedy = xids.REMEDIES[XidClass.REBOOT]
-            _quarantine(turn, gpu, Reason("gpu_lost", f"it does not answer any more: {remedy}"), at_once=True)
+            quarantine(turn, gpu, Reason("gpu_lost", f"it does not answer any more: {remedy}"), at_once=True)
         return
-    if gpu.quarantine is None:
+    if gpu.quarantine is None and reading.error is None:
         action = xids.RECOVERY.get(reading.recovery_action or 0)
         if action is not None:
             text = f"the driver asks for a recovery: {action.format(gpu=gpu.uuid)}"
-            _quarantine(turn, gpu, Reason("gpu_recovery", text), at_once=False)
+            quarantine(turn, gpu, Reason("gpu_recovery", text), at_once=False)
         elif reading.remap_failed:
             text = "it could not remap a broken row of its memory: have it replaced"
-            _quarantine(turn, gpu, Reason("gpu_remap_failed", text), at_once=False)
-    _tell(turn, turn.node.gpus[gpu.uuid], reading, sweep)
+            quarantine(turn, gpu, Reason("gpu_remap_failed", text), at_once=False)
+    _tell(turn, turn.node.gpus[gpu.uuid], tuple(_wrong(gpu, before, reading, sweep)))
 
 
-def _tell(turn: Turn, gpu: Gpu, reading: GpuReading, sweep: GpuSweep) -> None:
-    found = tuple(_wrong(gpu, reading, sweep))
+def _tell(turn: Turn, gpu: Gpu, found: tuple[Reason, ...]) -> None:
     before, now = ({reason.code for reason in reasons} for reasons in (gpu.reasons, found))
     for reason in found:
         if reason.code not in before:
@@ -138,111 +181,52 @@ def _tell(turn: Turn, gpu: Gpu, reading: GpuReading, sweep: GpuSweep) -> None:
         put(turn, replace(gpu, reasons=found))
 
 
-def _wrong(gpu: Gpu, reading: GpuReading, sweep: GpuSweep) -> Iterator[Reason]:
+def _wrong(gpu: Gpu, before: GpuReading | None, reading: GpuReading, sweep: GpuSweep) -> Iterator[Reason]:
     """What makes a GPU degraded, short of a quarantine."""
+    if reading.error is not None:
+        yield telemetry.no_driver(reading.error)
     if gpu.throttled_since is not None and sweep.at - gpu.throttled_since >= THROTTLED_FOR_S:
         why = ", ".join(name for bit, name in THROTTLING.items() if (reading.clock_reasons or 0) & bit)
         heat = "" if reading.temperature_c is None else f", {reading.temperature_c:.0f} C"
         yield Reason("gpu_throttled", f"it runs slower ({why}{heat}); look at cooling and power")
-    if reading.ecc_uncorrected:
-        text = f"{reading.ecc_uncorrected} uncorrectable memory errors since the driver was loaded; reset it, and watch"
-        yield Reason("gpu_ecc", text)
+    yield from _ecc(gpu, None if before is None else before.ecc_uncorrected, reading.ecc_uncorrected)
     if reading.remap_pending:
         yield Reason("gpu_remap_pending", "a row of its memory is to be remapped: reset it at the next occasion")
 
 
-def put(turn: Turn, gpu: Gpu) -> Gpu:
-    """Keep a changed GPU."""
-    turn.node = replace(turn.node, gpus={**turn.node.gpus, gpu.uuid: gpu})
-    return gpu
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
-def on_xid(turn: Turn, seen: XidSeen) -> None:
-    """The driver reported a fault: of the GPU, or of a process on it."""
-    gpu = find(turn.node.gpus, seen.gpu)
-    _keep_as_evidence(turn, gpu, seen)
-    number, kind = OFF_BUS if seen.xid is None else str(seen.xid), xids.class_of(seen.xid)
-    if gpu is not None:
-        last = gpu.xid_at.get(number)
-        if last is not None and abs(seen.at - last) <= XID_AGAIN_S:
-            return
-        counts, times = {**gpu.xids, number: gpu.xids.get(number, 0) + 1}, {**gpu.xid_at, number: seen.at}
-        gpu = put(turn, replace(gpu, xids=counts, xid_at=times))
-    if kind in xids.REMEDIES and gpu is not None and gpu.quarantine is None:
-        text = f"{xids.name_of(seen.xid)}: {xids.REMEDIES[kind].format(gpu=gpu.uuid)}"
-        _quarantine(turn, gpu, Reason("gpu_fault", text), at_once=True)
+def _ecc(gpu: Gpu, before: int | None, now: int | None) -> Iterator[Reason]:
+    """Errors that came while it was watched; until a reset lowers the counter, or an operator clears the GPU."""
+    if before is None or now is None or now < before:
         return
-    if kind in xids.REMEDIES and gpu is not None and gpu.xids[number] > 1:
-        return  # a faulty GPU says it again every 45 s, to everybody who asks
-    if seen.xid == xids.RECOVERY_CHANGED:
-        telemetry.look_closely(turn)
-    engine = _culprit(turn, seen)
-    whose = "" if seen.pid is None else f" by pid {seen.pid}"
-    if engine is not None:
-        whose += f" of {engine.spec.name}"
-    elif seen.engine is not None:
-        whose += f" of {seen.engine}, generation {seen.generation}, which is gone"
-    turn.record(
-        "xid",
-        engine,
-        f"{label(gpu) if gpu is not None else f'GPU {seen.gpu}'}: {xids.name_of(seen.xid)}{whose}",
-        severity=Severity.WARNING if engine is not None or kind in xids.REMEDIES else Severity.INFO,
-        reason=kind.value,
-        xid=seen.xid,
-        gpu=seen.gpu if gpu is None else gpu.uuid,
-        pid=seen.pid,
-    )
-
-
-def _culprit(turn: Turn, seen: XidSeen) -> Engine | None:
-    """The engine whose living generation it was; what a dead one left behind is harmless."""
-    engine = turn.engine(seen.engine) if seen.engine is not None else None
-    ours = engine is not None and engine.generation == seen.generation and engine.process is not None
-    return engine if ours else None
-
-
-def _keep_as_evidence(turn: Turn, gpu: Gpu | None, seen: XidSeen) -> None:
-    """NVML tells an Xid without the pid, the kernel log with it, and either may come first."""
-    engine = _culprit(turn, seen)
-    if engine is None or xids.class_of(seen.xid) is not XidClass.APPLICATION:
-        return
-    line = f"NVRM: Xid (PCI:{seen.gpu if gpu is None else gpu.pci_id}): {seen.xid}"
-    if line not in engine.app_xids:
-        turn.put(replace(engine, app_xids=(*engine.app_xids, line)))
-
-
-def _quarantine(turn: Turn, gpu: Gpu, reason: Reason, *, at_once: bool) -> None:
-    """No engine is started on it any more, and those on it are ended: at once, or with a drain."""
-    put(turn, replace(gpu, quarantine=reason))
-    text = f"{label(gpu)} is quarantined: {reason.message}; then: vllm-supervisor gpu clear {gpu.uuid}"
-    turn.record("gpu_quarantined", None, text, severity=Severity.CRITICAL, reason=reason, gpu=gpu.uuid)
-    cause = Reason("gpu_fault", f"{label(gpu)} is quarantined: {reason.message}")
-    for engine in turn.engines():
-        ended = not engine.live or isinstance(engine.phase, Stopping | Failed)
-        if ended or gpu.uuid not in {g.uuid for g in of_engine(turn.node.gpus, engine)}:
-            continue
-        after = After.STOP if turn.node.ending or not engine.wanted else After.START
-        if at_once:
-            ending.kill(turn, engine, after, cause, keep=True)
-        else:
-            ending.stop(turn, engine, after, cause, at_once=False)
+    if now > before:
+        text = (
+            f"uncorrectable memory errors since the driver was loaded went from {before} to {now}; reset it, and watch"
+        )
+        yield Reason("gpu_ecc", text)
+    else:
+        yield from (reason for reason in gpu.reasons if reason.code == "gpu_ecc")
 
 
 def clear(turn: Turn, gpu: Gpu, actor: str) -> str:
     """Trust a GPU again, or forget one that this daemon never saw; the next looks may quarantine it anew."""
+    released = turn.node.telemetry.released_until is not None
     telemetry.resume(turn)
-    if gpu.absent_since is not None and gpu.reading is None:
-        turn.node = replace(turn.node, gpus={uuid: one for uuid, one in turn.node.gpus.items() if uuid != gpu.uuid})
+    if gpu.reading is None:
+        known, unseen = (
+            {key: one for key, one in gpus.items() if key != gpu.uuid}
+            for gpus in (turn.node.gpus, turn.node.unseen_gpus)
+        )
+        turn.node = replace(turn.node, gpus=known, unseen_gpus=unseen)
     else:
         absent_since = None if gpu.absent_since is None else turn.now
         # What a slow sweep saw before whatever was done since would quarantine it again.
         unknown: dict[str, Any] = dict.fromkeys(_SLOW_FIELDS)
-        reading = gpu.reading and replace(gpu.reading, **unknown)
+        reading = replace(gpu.reading, **unknown)
         put(turn, replace(gpu, quarantine=None, absent_since=absent_since, reading=reading))
     text = f"{label(gpu)} is trusted again: cleared by {actor}"
+    if gpu.quarantine is None:
+        text = f"{label(gpu)} was not quarantined"
+        text += f"; NVML is open again (by {actor})" if released else "; it is looked at once more"
     turn.record("gpu_cleared", None, text, severity=Severity.NOTICE, gpu=gpu.uuid, actor=actor)
     telemetry.look_closely(turn)
     return text
@@ -251,7 +235,7 @@ def clear(turn: Turn, gpu: Gpu, actor: str) -> str:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def _on_engine(turn: Turn, engine: Engine, sweep: GpuSweep) -> None:
+def _on_engine(turn: Turn, engine: Engine, before: Mapping[str, Gpu], sweep: GpuSweep) -> None:
     """What a sweep says about one engine: where its processes are, how much they hold, whether all came back."""
     if not engine.spec.gpus:
         return
@@ -266,7 +250,8 @@ def _on_engine(turn: Turn, engine: Engine, sweep: GpuSweep) -> None:
         reading.uuid: [p.used_bytes for p in reading.processes or () if _is_of(engine, p.engine, p.generation)]
         for reading in sweep.gpus
     }
-    wrong = [uuid for uuid, used in on.items() if used and uuid not in engine.devices] if engine.devices else []
+    strays = [uuid for uuid, used in on.items() if used and uuid not in engine.devices] if engine.devices else []
+    wrong = [uuid for uuid in strays if _listed(engine, _reading_of(before, uuid))]
     if wrong:
         names = ", ".join(label(turn.node.gpus[uuid]) for uuid in wrong)
         cause = Reason(
@@ -277,17 +262,33 @@ def _on_engine(turn: Turn, engine: Engine, sweep: GpuSweep) -> None:
         ending.kill(turn, replace(engine, last_exit=last), After.CRASH, cause)
         return
     used = _used_bytes(turn, engine, on, sweep)
+    if used is not None:
+        engine = starting.on_gpu_memory(turn, engine, used)
     placed = engine.placed or (bool(engine.devices) and all(on.get(uuid) for uuid in engine.devices))
+    strange = _strange_bytes(engine, on, sweep)
     seen = engine.watch
     if isinstance(phase, Ready) and seen is not None and used is not None:
         baseline = engine.warmup.gpu_bytes if engine.warmup is not None else None
         seen = replace(seen, gpu=observed(seen.gpu, sweep.at, used, baseline, engine.spec.restart))
-    if (used, placed, seen) != (engine.gpu_bytes, engine.placed, engine.watch):
-        turn.put(replace(engine, gpu_bytes=used, placed=placed, watch=seen))
+    if (used, placed, strange, seen) != (engine.gpu_bytes, engine.placed, engine.strange_bytes, engine.watch):
+        turn.put(replace(engine, gpu_bytes=used, placed=placed, strange_bytes=strange, watch=seen))
+
+
+def _listed(engine: Engine, reading: GpuReading | None) -> bool:
+    """Whether processes of this generation were on a GPU when it was looked at."""
+    processes = reading.processes or () if reading is not None else ()
+    return any(_is_of(engine, process.engine, process.generation) for process in processes)
 
 
 def _is_of(engine: Engine, name: str | None, generation: int | None) -> bool:
     return name == engine.spec.name and generation == engine.generation
+
+
+def _strange_bytes(engine: Engine, on: Mapping[str, list[int | None]], sweep: GpuSweep) -> dict[str, int]:
+    """What no process accounted for on each of its GPUs when its own processes were listed there last."""
+    now = {reading.uuid: strange_bytes(reading) for reading in sweep.gpus if on[reading.uuid]}
+    known = engine.strange_bytes if engine.placed else {}
+    return {**known, **{uuid: size for uuid, size in now.items() if size is not None}}
 
 
 def _used_bytes(turn: Turn, engine: Engine, on: Mapping[str, list[int | None]], sweep: GpuSweep) -> int | None:

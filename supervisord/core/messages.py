@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from supervisord.core.gpu_samples import GpuSweep
+from supervisord.core.gpu_samples import GpuPlace, GpuSweep
 from supervisord.core.model import ExitClass, Found, Process, Progress, Sample, Warmup
 from supervisord.core.spec import NodeSpec
 
@@ -416,11 +416,15 @@ class KillGpuHelper:
 
 @dataclass(frozen=True, slots=True)
 class SweepGpus:
-    """Look at all GPUs. Answered by GpusSwept, or by nothing when the driver hangs."""
+    """Look at all GPUs. Answered by GpusSwept, or by nothing when the driver hangs.
+
+    `avoid`: GPUs that no call may touch, because each would hang: they are answered for with error 16.
+    """
 
     helper: int
     number: int
     slow: bool
+    avoid: tuple[GpuPlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

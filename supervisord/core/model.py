@@ -173,12 +173,14 @@ class Waiting:
 class Starting:
     """A launch was asked for, or its process runs but does not answer yet.
 
-    `progress_at` is the time of the last sign of progress, `give_up_at` the hard cap.
+    `progress_at` is the time of the last sign of progress, `give_up_at` the hard cap. `gpu_bytes`: how much GPU memory
+    it held then.
     """
 
     progress_at: float
     give_up_at: float
     progress: Progress | None = None
+    gpu_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ class Engine:
     refused_claim: tuple[str, float] | None = None
     """A launch plan, and the part of its GPUs' memory that vLLM then wanted and did not find free."""
     strange_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By UUID, what no process accounted for on each of them before the launch."""
+    """By UUID, what no process accounted for on each of them at the last look that listed its own."""
     gpu_bytes: int | None = None
     """Memory of its processes on all of them, as of the last sweep."""
     placed: bool = False
@@ -387,6 +389,8 @@ class Gpu:
     """How often each Xid was reported since the daemon started, by number."""
     xid_at: Mapping[str, float] = field(default_factory=dict)
     """When each was reported last: two sources tell of one."""
+    xid_told: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """When people were told of each last, and how many there had been by then."""
     persistence: Persistence = Persistence()
 
 
@@ -395,7 +399,8 @@ class Telemetry:
     """The GPU probe: a process that may hang in the driver, so it is watched like one.
 
     `helper`: its number, 0 before the first; `running`: it was started and not given up. `asked_at`: a sweep is
-    outstanding since then. `killed_at`: SIGKILL was sent and its end not heard of. `stuck`: processes that SIGKILL did
+    outstanding since then. `late_until`: its deadline has passed, and an answer that lies in the inbox is still heard
+    until then. `killed_at`: SIGKILL was sent and its end not heard of. `stuck`: processes that SIGKILL did
     not end. `hangs`: in a row. `next_at`: when the next sweep, or the next start of a helper, is due.
     """
 
@@ -403,6 +408,7 @@ class Telemetry:
     running: bool = False
     number: int = 0
     asked_at: float | None = None
+    late_until: float | None = None
     answered: bool = False
     killed_at: float | None = None
     stuck: int = 0
@@ -431,6 +437,8 @@ class Node:
     since: float = 0.0
     engines: Mapping[str, Engine] = field(default_factory=dict)
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    unseen_gpus: Mapping[str, Gpu] = field(default_factory=dict)
+    """What the driver reported of GPUs that no sweep has seen yet, by the PCI id or UUID that it said."""
     telemetry: Telemetry = Telemetry()
     ending: bool = False
     """The daemon is going down: nothing is started any more."""

@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from supervisord.core import admission, ending, gpus, judging, persistence, requests, starting, telemetry
+from supervisord.core import (
+    admission,
+    ending,
+    gpu_faults,
+    gpu_inventory,
+    gpus,
+    judging,
+    persistence,
+    requests,
+    starting,
+    telemetry,
+)
 from supervisord.core.lifecycle import deadlines
 from supervisord.core.messages import (
     Action,
@@ -56,6 +67,7 @@ from supervisord.core.model import (
     Starting,
     State,
     Stopped,
+    Waiting,
 )
 from supervisord.core.spec import EngineSpec
 from supervisord.core.turn import Turn
@@ -109,15 +121,21 @@ def _take_over(turn: Turn, left: Found) -> None:
         running_plan_id=left.plan_id,
     )
     turn.do(Adopt(left.engine, engine.generation))
+    named = gpu_inventory.named(turn.node.gpus, engine.devices or engine.spec.gpus)
+    faulty = next((gpu for gpu in named if gpu.quarantine is not None), None)
     text = f"{left.engine}: an earlier daemon left generation {left.generation} ({', '.join(left.leftovers)})"
-    if left.process is not None and engine.wanted and left.plan_id == engine.plan_id:
+    wanted = engine.wanted and left.plan_id == engine.plan_id
+    if left.process is not None and wanted and faulty is None:
         turn.record("adopted", engine, f"{text}; adopted", severity=Severity.NOTICE)
         turn.enter(engine, Starting(turn.now, turn.now + engine.spec.start_timeout_max_s))
         turn.do(WatchPort(left.engine, engine.generation))
         return
     why = "its main process is gone" if left.process is None else "it is not wanted as it runs"
-    turn.record("leftover", engine, f"{text}; ended: {why}", severity=Severity.WARNING)
     cause = Reason("leftover", f"left by an earlier daemon, {why}")
+    if left.process is not None and wanted and faulty is not None and faulty.quarantine is not None:
+        why = f"{gpu_inventory.label(faulty)} is quarantined: {faulty.quarantine.message}"
+        cause = Reason("gpu_fault", why)
+    turn.record("leftover", engine, f"{text}; ended: {why}", severity=Severity.WARNING)
     after = After.START if engine.wanted else After.STOP
     if left.process is None:
         turn.put(engine)
@@ -215,7 +233,7 @@ NODE_HANDLERS: Final[Mapping[type, Callable[[Turn, Any], None]]] = {
     WindowOpened: _open_window,
     GpusSwept: gpus.on_swept,
     GpuHelperEnded: telemetry.on_ended,
-    XidSeen: gpus.on_xid,
+    XidSeen: gpu_faults.on_xid,
     PersistenceSet: persistence.on_set,
     GpuRequested: requests.on_gpu_requested,
 }
@@ -227,7 +245,14 @@ def _announce(turn: Turn) -> None:
     at = turn.node.announce_ready_at
     if at is None:
         return
-    settled = all(e.state in SETTLED for e in turn.engines() if e.spec.autostart and not e.removed)
+    settled = all(_has_settled(turn.node, e) for e in turn.engines() if e.spec.autostart and not e.removed)
     if settled or turn.now >= at:
         turn.node = replace(turn.node, announce_ready_at=None)
         turn.do(AnnounceReady())
+
+
+def _has_settled(node: Node, engine: Engine) -> bool:
+    """Who only waits for the first look at the GPUs has not found out anything yet."""
+    phase = engine.phase
+    looking = isinstance(phase, Waiting) and phase.reason.code == "driver_not_ready" and telemetry.unseen(node)
+    return engine.state in SETTLED and not looking

@@ -1,7 +1,7 @@
 """Persistence mode of GPUs: what the policy wants for each, and reconciling that with what is.
 
 The flag is set again when somebody else changes it (nvidia-persistenced does at its start), three times; then it is
-told.
+told. An attempt that failed is repeated three times an hour, unless it needs root or the GPU does not support it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ HELD_FOR_S: Final = 3600.0
 """What was left as set for so long is no conflict: nvidia-persistenced is restarted now and then."""
 REVERTED_MAX: Final = 3
 """Somebody who undoes it so often means it."""
+RETRY_S: Final = HELD_FOR_S / REVERTED_MAX
+"""Between attempts after one that failed."""
 NO_ANSWER: Final = -1
-_ERRORS: Final = {4: "it needs root", NO_ANSWER: "the driver never answered"}
+_FINAL: Final = {3: "this GPU does not support it", 4: "it needs root"}
+_ERRORS: Final = {**_FINAL, NO_ANSWER: "the driver never answered"}
 
 DEFAULTS: Final[dict[tuple[str, str], bool]] = {
     ("ampere", "geforce"): False,
@@ -77,7 +80,7 @@ def reconcile(turn: Turn, gpu: Gpu) -> None:
         # A sweep that was asked for later is answered: the probe ended over it, and the next one may do so too.
         on_set(turn, PersistenceSet(gpu.uuid, value, NO_ANSWER))
         return
-    hindrance = obstacle(gpu, reading, new)
+    hindrance = _last_failure(turn, new) or obstacle(gpu, reading, new)
     if hindrance is not None:
         if hindrance != new.told:
             text = f"{gpu_inventory.label(gpu)}: persistence mode is {_word(reading.persistence)}, {why} wants"
@@ -91,10 +94,24 @@ def reconcile(turn: Turn, gpu: Gpu) -> None:
     _keep(turn, gpu, new)
 
 
+def _last_failure(turn: Turn, seen: Persistence) -> str | None:
+    """What came of the last attempt, while there must be no other one; None: there may be."""
+    if not seen.told.startswith("refused"):
+        return None
+    final = seen.told in {_refused(why) for why in _FINAL.values()}
+    due = turn.now >= (seen.set_at or 0.0) + RETRY_S
+    # With a probe that hangs in the driver for good, a second one may hang too: then all GPUs are lost from sight.
+    return None if due and not final and turn.node.telemetry.stuck == 0 else seen.told
+
+
+def _refused(why: str) -> str:
+    return f"refused ({why})"
+
+
 def obstacle(gpu: Gpu, reading: GpuReading, seen: Persistence) -> str | None:
     """Why it is not set now though it differs from what `seen` wants, in words; None: it may be set."""
-    if seen.told.startswith("refused"):
-        return seen.told
+    if gpu.quarantine is not None:
+        return "it is quarantined, and persistence mode on would block a reset"
     if seen.sets >= REVERTED_MAX:
         return f"somebody has changed it back {REVERTED_MAX} times (nvidia-persistenced?)"
     if reading.mig:
@@ -128,10 +145,11 @@ def on_set(turn: Turn, seen: PersistenceSet) -> None:
         _keep(turn, gpu, replace(old, asked=False, sets=old.sets + 1, set_at=turn.now))
         return
     why = _ERRORS.get(seen.error, f"NVML code {seen.error}")
-    told = f"refused ({why})"
-    text = f"{label}: cannot set persistence mode to {_word(seen.on)}: {why}; it stays as it is"
-    turn.record("persistence_drift", None, text, severity=Severity.WARNING, gpu=gpu.uuid)
-    _keep(turn, gpu, replace(old, asked=False, told=told))
+    told = _refused(why)
+    if told != old.told:
+        text = f"{label}: cannot set persistence mode to {_word(seen.on)}: {why}; it stays as it is"
+        turn.record("persistence_drift", None, text, severity=Severity.WARNING, gpu=gpu.uuid)
+    _keep(turn, gpu, replace(old, asked=False, told=told, set_at=turn.now))
 
 
 def _word(on: bool) -> str:

@@ -133,6 +133,13 @@ def _restart(turn: Turn, engine: Engine, seen: Requested) -> None:
     name, phase = engine.spec.name, engine.phase
     if _refuse_failed(turn, engine, seen):
         return
+    closed = gpu_inventory.gate(turn, engine) if engine.live and not seen.at_once else None
+    if closed is not None:
+        text = (
+            f"cannot restart {name}: it could not be started again: {closed.message}. It goes on as it is; --now forces"
+        )
+        _reply(turn, seen, Answer.REFUSED, f"{text} it")
+        return
     cause = Reason("operator", f"restart requested by {seen.actor}")
     engine = turn.put(replace(engine, wanted=True))
     if engine.live:
@@ -191,7 +198,7 @@ OPS: Final[Mapping[Op, Callable[[Turn, Engine, Requested], None]]] = {
 def on_gpu_requested(turn: Turn, seen: GpuRequested) -> None:
     """Answer a request about GPUs."""
     node = turn.node
-    if telemetry.off(node):
+    if telemetry.off(node) and seen.op is GpuOp.RELEASE:
         text = f"cannot {seen.op.value} GPUs: this machine has no NVIDIA driver, and no engine needs one"
         turn.do(Reply(seen.request, Answer.REFUSED, text))
         return
@@ -204,7 +211,8 @@ def on_gpu_requested(turn: Turn, seen: GpuRequested) -> None:
         turn.record("gpu_released", None, f"{text} (by {seen.actor})", severity=Severity.NOTICE, actor=seen.actor)
         turn.do(Reply(seen.request, Answer.ACCEPTED, text))
         return
-    gpu = gpu_inventory.find(node.gpus, seen.gpu or "")
+    name = seen.gpu or ""
+    gpu = gpu_inventory.find(node.gpus, name) or gpu_inventory.find(node.unseen_gpus, name)
     if gpu is None:
         known = ", ".join(gpu_inventory.label(one) for one in node.gpus.values()) or "none"
         text = f"cannot clear GPU {seen.gpu}: it is not known (known: {known})"

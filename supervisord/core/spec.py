@@ -103,7 +103,7 @@ class RestartSpec:
     stall_after_s: float = key("work pending and nothing moved for this long is a stall", 180.0, low=1, high=86400)
     unreachable_after_s: float = key("/health and /metrics both fail for this long", 300.0, low=1, high=86400)
     creep_mib_per_h: float = key(
-        "memory growth that is a leak, with the margin below; told for host memory, GPU memory is not looked at yet",
+        "memory growth that is a leak, with the margin below: GPU memory is replaced for it, host memory told",
         60.0,
         low=0.1,
         high=1_000_000,

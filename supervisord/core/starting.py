@@ -139,6 +139,18 @@ def on_progressed(turn: Turn, engine: Engine, seen: Progressed) -> None:
         turn.put(replace(engine, phase=replace(phase, progress=best, progress_at=turn.now)))
 
 
+def on_gpu_memory(turn: Turn, engine: Engine, used_bytes: int) -> Engine:
+    """GPU memory that grows is progress too: weights may come from the page cache, without a byte read."""
+    phase = engine.phase
+    if not isinstance(phase, Starting):
+        return engine
+    if phase.gpu_bytes is None:
+        return turn.put(replace(engine, phase=replace(phase, gpu_bytes=used_bytes)))
+    if used_bytes < phase.gpu_bytes + PROGRESS_BYTES:
+        return engine
+    return turn.put(replace(engine, phase=replace(phase, gpu_bytes=used_bytes, progress_at=turn.now)))
+
+
 def on_warmup_noted(turn: Turn, engine: Engine, seen: WarmupNoted) -> None:
     """Show where the warm-up is."""
     if isinstance(engine.phase, Warming):

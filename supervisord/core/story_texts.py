@@ -53,10 +53,10 @@ FAILED: Final[Mapping[str, str]] = {
 }
 GATES: Final[Mapping[str, str]] = {
     "port_held": "end what holds the port, or give the engine another `port` and reload; it goes on by itself",
-    "gpu_memory_held": "end what holds the memory; it goes on by itself",
+    "gpu_memory_held": "end what holds the memory, or lower gpu-memory-utilization and reload; it goes on by itself",
     "disk_full": "free some space; it goes on by itself",
-    "driver_not_ready": "look at: vllm-supervisor gpu, and nvidia-smi; it goes on by itself",
-    "gpu_missing": "look at: nvidia-smi -L; it goes on by itself",
+    "driver_not_ready": "what NOW says (more in: nvidia-smi, dmesg); it goes on by itself",
+    "gpu_missing": "correct `gpus` and reload, or bring the GPU back (nvidia-smi -L); it goes on by itself",
     "gpu_quarantined": "mend it as NOW says, then: vllm-supervisor gpu clear GPU; how it is: vllm-supervisor gpu",
 }
 WAIT: Final = "nothing: it goes on by itself"
@@ -67,9 +67,9 @@ HELD: Final = "back into traffic: vllm-supervisor start {name}"
 DEGRADED: Final = f"it serves, but NOW says what is wrong; its log: {LOG}"
 OF_GPUS: Final = frozenset(
     {
-        *("gpu_throttled", "gpu_remap_pending", "gpu_released", "gpu_telemetry_unresponsive", "gpu_idle"),
+        *("gpu_throttled", "gpu_ecc", "gpu_remap_pending", "gpu_released", "gpu_telemetry_unresponsive", "gpu_idle"),
         *("driver_no_permission", "driver_not_loaded", "driver_no_library", "driver_mismatch", "driver_unknown"),
-        "driver_error",
+        *("driver_no_gpu", "driver_error"),
     }
 )
 """Reasons of `degraded` that lie in its GPUs, not in the engine."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from supervisord.core.gpu_samples import GpuSweep
+from supervisord.core import xids
+from supervisord.core.gpu_samples import LOST, GpuPlace, GpuSweep
 from supervisord.core.messages import GpuHelperEnded, GpusSwept, KillGpuHelper, Severity, StartGpuHelper, SweepGpus
 from supervisord.core.model import Node, Reason, Telemetry
 from supervisord.core.turn import Turn
@@ -18,6 +19,8 @@ SWEEP_DEADLINE_S: Final = 5.0
 """A sweep takes milliseconds; during the tear-down of a process single calls took 68 ms."""
 FIRST_DEADLINE_S: Final = 30.0
 """The first one initialises the driver: 1 to 3 s for each GPU while persistence is off."""
+GRACE_S: Final = 1.0
+"""More, once that is over: a daemon that was stopped itself hears first of the answer that lies in its inbox."""
 ABANDON_S: Final = 3.0
 """What lives so long after SIGKILL sits in the kernel."""
 STUCK_MAX: Final = 2
@@ -33,8 +36,16 @@ UNUSED_RETRY_S: Final = 600.0
 RELEASE_S: Final = 600.0
 """How long NVML stays closed after `gpu release`."""
 
+NOBODY_THERE: Final = 6
+"""NVML's code for what was not found: no GPU is listed, or none that answers, where there were some."""
+RELEASED: Final = (
+    f"NVML is closed for {RELEASE_S / 60:g} min by an operator (gpu release), so that a GPU can be reset; "
+    "when that is done: vllm-supervisor gpu clear GPU"
+)
+
 NO_DRIVER: Final = {
     4: ("driver_no_permission", "cannot open the NVIDIA devices: no permission; see ls -l /dev/nvidia*"),
+    NOBODY_THERE: ("driver_no_gpu", "NVML lists no GPU that answers any more; see nvidia-smi and dmesg"),
     9: ("driver_not_loaded", "the NVIDIA driver is not loaded; see nvidia-smi and dmesg"),
     12: ("driver_no_library", "libnvidia-ml.so.1 is not there: the NVIDIA driver is not installed, or not its tools"),
     18: (
@@ -46,6 +57,12 @@ NO_DRIVER: Final = {
         "NVML answers Unknown Error: in a container whose devices were taken away, create it anew; else see dmesg",
     ),
 }
+LASTING: Final = frozenset({4, 9, 12, 18})
+"""Codes with which no new process could use a GPU: they hold until NVML answers otherwise, also while it hangs."""
+GSP_FAULTS: Final = tuple(f"{xids.name_of(number)}:" for number in xids.GSP)
+"""How the messages of quarantines begin after which each call for that GPU would hang."""
+AVOIDED_MAX: Final = 16
+"""A request has to fit into a pipe at once."""
 
 
 def boot(turn: Turn, *, nvidia: bool) -> None:
@@ -70,7 +87,7 @@ def trouble(node: Node) -> Reason | None:
     """Why nothing is known of the GPUs now; None: they are seen, or nobody looks."""
     telemetry = node.telemetry
     if telemetry.released_until is not None:
-        return Reason("gpu_released", "NVML is closed by an operator (gpu release), so that a GPU can be reset")
+        return Reason("gpu_released", RELEASED)
     if telemetry.unresponsive:
         return Reason("gpu_telemetry_unresponsive", "NVML does not answer; nothing is known of the GPUs")
     if telemetry.hangs:
@@ -88,6 +105,35 @@ def no_driver(problem: int) -> Reason:
     return Reason(*NO_DRIVER.get(problem, unknown))
 
 
+def closed(node: Node) -> Reason | None:
+    """Why no process may be started on any GPU now; None: each GPU is a matter of its own.
+
+    While the probe fails for a moment, what was known last holds. When it is unresponsive that may be long ago, so only
+    what cannot have passed by itself does.
+    """
+    telemetry = node.telemetry
+    if telemetry.problem is not None and (not telemetry.unresponsive or telemetry.problem in LASTING):
+        return no_driver(telemetry.problem)
+    return trouble(node) if telemetry.released_until is not None or unseen(node) else None
+
+
+def unseen(node: Node) -> bool:
+    """Whether there has been no look yet, and nobody has given up on one."""
+    telemetry = node.telemetry
+    given_up = telemetry.unresponsive or telemetry.released_until is not None or off(node)
+    return telemetry.swept_at is None and telemetry.problem is None and not given_up
+
+
+def avoided(node: Node) -> tuple[GpuPlace, ...]:
+    """GPUs whose firmware is dead: each call would take 45 s and blind us for the others (Xid 119, 120)."""
+    dead = [
+        GpuPlace(gpu.uuid, gpu.pci_id, gpu.index)
+        for gpu in node.gpus.values()
+        if gpu.quarantine is not None and gpu.quarantine.message.startswith(GSP_FAULTS) and gpu.pci_id
+    ]
+    return tuple(dead[:AVOIDED_MAX])
+
+
 def blind(node: Node) -> bool:
     """Whether nothing that is known of the GPUs can be trusted to be so now."""
     return trouble(node) is not None
@@ -95,22 +141,23 @@ def blind(node: Node) -> bool:
 
 def looking(node: Node) -> bool:
     """Whether the first look is still under way: nothing is wrong yet."""
-    telemetry = node.telemetry
-    return telemetry.swept_at is None and telemetry.problem is None and not telemetry.hangs
+    return unseen(node) and not node.telemetry.hangs
 
 
 def deadline(telemetry: Telemetry) -> float | None:
     """When this has to be looked at again (monotonic seconds)."""
     times = [telemetry.next_at, telemetry.released_until]
     if telemetry.asked_at is not None:
-        times.append(telemetry.asked_at + _patience_s(telemetry))
+        times.append(_late_at(telemetry, telemetry.asked_at))
     if telemetry.killed_at is not None:
         times.append(telemetry.killed_at + ABANDON_S)
     return min((at for at in times if at is not None), default=None)
 
 
-def _patience_s(telemetry: Telemetry) -> float:
-    return SWEEP_DEADLINE_S if telemetry.answered else FIRST_DEADLINE_S
+def _late_at(telemetry: Telemetry, asked_at: float) -> float:
+    if telemetry.late_until is not None:
+        return telemetry.late_until
+    return asked_at + (SWEEP_DEADLINE_S if telemetry.answered else FIRST_DEADLINE_S)
 
 
 def hasten(turn: Turn, at: float) -> None:
@@ -135,8 +182,9 @@ def on_poll(turn: Turn) -> None:
 def on_clock(turn: Turn) -> None:
     """Deadlines, and what is due."""
     telemetry = turn.node.telemetry
-    if telemetry.asked_at is not None and turn.now >= telemetry.asked_at + _patience_s(telemetry):
-        telemetry = _hangs(turn, telemetry)
+    if telemetry.asked_at is not None and turn.now >= _late_at(telemetry, telemetry.asked_at):
+        late = telemetry.late_until is not None
+        telemetry = _hangs(turn, telemetry) if late else replace(telemetry, late_until=turn.now + GRACE_S)
     if telemetry.killed_at is not None and turn.now >= telemetry.killed_at + ABANDON_S:
         telemetry = _abandoned(turn, telemetry)
     if telemetry.released_until is not None and turn.now >= telemetry.released_until:
@@ -164,25 +212,28 @@ def _started(turn: Turn, telemetry: Telemetry) -> Telemetry:
 def _asked(turn: Turn, telemetry: Telemetry) -> Telemetry:
     slow = turn.now >= telemetry.slow_at
     number = telemetry.number + 1
-    turn.do(SweepGpus(telemetry.helper, number, slow))
+    turn.do(SweepGpus(telemetry.helper, number, slow, avoided(turn.node)))
     slow_at = turn.now + SLOW_EVERY_S if slow else telemetry.slow_at
-    return replace(telemetry, number=number, asked_at=turn.now, next_at=None, slow_at=slow_at)
+    return replace(telemetry, number=number, asked_at=turn.now, late_until=None, next_at=None, slow_at=slow_at)
 
 
 def _hangs(turn: Turn, telemetry: Telemetry) -> Telemetry:
     turn.do(KillGpuHelper(telemetry.helper))
     waited_s = turn.now - (telemetry.asked_at or turn.now)
-    text = f"the GPU probe has not answered for {waited_s:.0f} s: its process is killed, another one tries"
-    turn.record("gpu_probe_hangs", None, text, severity=Severity.WARNING, hangs=telemetry.hangs + 1)
+    if not telemetry.unresponsive:
+        text = f"the GPU probe has not answered for {waited_s:.0f} s: its process is killed, another one tries"
+        turn.record("gpu_probe_hangs", None, text, severity=Severity.WARNING, hangs=telemetry.hangs + 1)
     return replace(telemetry, asked_at=None, killed_at=turn.now, hangs=telemetry.hangs + 1, next_at=None)
 
 
 def _abandoned(turn: Turn, telemetry: Telemetry) -> Telemetry:
     """SIGKILL did not end it."""
     stuck = telemetry.stuck + 1
-    unresponsive = telemetry.unresponsive or stuck >= STUCK_MAX
+    unresponsive = telemetry.unresponsive or max(stuck, telemetry.hangs) >= STUCK_MAX
     if unresponsive and not telemetry.unresponsive:
-        _tell_unresponsive(turn, f"{stuck} probe processes hang in the driver and cannot be killed")
+        failed = f"{telemetry.hangs} probes in a row failed, and the last one cannot be killed"
+        many = f"{stuck} probe processes hang in the driver and cannot be killed"
+        _tell_unresponsive(turn, many if stuck >= STUCK_MAX else failed)
     # Where no other one may be started now, the end of this one, or of a release, makes room.
     return replace(telemetry, killed_at=None, running=False, stuck=stuck, unresponsive=unresponsive, next_at=turn.now)
 
@@ -206,7 +257,7 @@ def on_ended(turn: Turn, seen: GpuHelperEnded) -> None:
     killed = telemetry.killed_at is not None
     hangs = telemetry.hangs if killed else telemetry.hangs + 1
     delay_s = _delay_s(turn, telemetry, hangs)
-    if not killed:
+    if not killed and not telemetry.unresponsive:
         text = f"the GPU probe ended by itself ({seen.detail}); another one is started in {delay_s:g} s"
         turn.record("gpu_probe_ended", None, text, severity=Severity.WARNING)
     unresponsive = telemetry.unresponsive or hangs >= STUCK_MAX
@@ -238,7 +289,7 @@ def on_swept(turn: Turn, seen: GpusSwept) -> GpuSweep | None:
     telemetry = turn.node.telemetry
     if seen.helper != telemetry.helper or seen.number != telemetry.number or telemetry.asked_at is None:
         return None
-    sweep = seen.sweep
+    sweep = _as_a_whole(turn.node, seen.sweep)
     if telemetry.unresponsive:
         turn.record("gpu_telemetry_answers", None, "GPU telemetry answers again", severity=Severity.NOTICE)
     if sweep.problem != telemetry.problem:
@@ -258,6 +309,17 @@ def on_swept(turn: Turn, seen: GpusSwept) -> GpuSweep | None:
     if unused:
         turn.do(KillGpuHelper(telemetry.helper))
     turn.node = replace(turn.node, telemetry=telemetry)
+    return sweep
+
+
+def _as_a_whole(node: Node, sweep: GpuSweep) -> GpuSweep:
+    """Where no GPU answers, or none is left, and none is known to be faulty, it is NVML that does not work."""
+    errors = {reading.error for reading in sweep.gpus}
+    if errors and None not in errors and not errors & LOST:
+        return replace(sweep, gpus=(), problem=sweep.gpus[0].error)
+    well = any(gpu.reading is not None and gpu.quarantine is None for gpu in node.gpus.values())
+    if sweep.problem is None and not errors and well:
+        return replace(sweep, problem=NOBODY_THERE)
     return sweep
 
 

@@ -29,6 +29,9 @@ _CLASSES: Final = {
 }
 _BY_NUMBER: Final = {number: kind for kind, numbers in _CLASSES.items() for number in numbers}
 
+GSP: Final = (119, 120)
+"""The GPU's own processor is dead: every call for that GPU waits 45 s for it, in the kernel."""
+
 REMEDIES: Final = {
     XidClass.RESET: "reset it (vllm-supervisor gpu release, then nvidia-smi --gpu-reset -i {gpu}) or reboot",
     XidClass.REBOOT: "it is gone until the machine is rebooted, perhaps powered off; look at its seat and its power",

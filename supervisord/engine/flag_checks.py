@@ -6,6 +6,7 @@ An argument error ends vLLM with exit code 2 after seconds of imports; here it i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,8 @@ _GPU_BLOCK: Final = 16
 _LISTED: Final = 8
 """Choices that are shown; some flags have forty."""
 _SLOW_KERNELS: Final = frozenset({"awq", "gptq"})
+_RANKS: Final = ("tensor-parallel-size", "pipeline-parallel-size")
+_ELSEWHERE: Final = ("data-parallel", "nnodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,41 @@ def _instead(name: str, known: Mapping[str, Flag]) -> str:
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def size_problems(spec: EngineSpec, args: Mapping[str, FlagValue]) -> Iterator[Finding]:
+    """Numbers that vLLM refuses only once it runs: of memory, and of ranks."""
+    at = ("engine", spec.name, "args")
+    part = _number(args.get("gpu-memory-utilization"))
+    if part is not None and not 0.0 < part <= 1.0:
+        message = "it is a part of the memory of each GPU: more than 0, and 1 at most"
+        value = shown(args["gpu-memory-utilization"])
+        yield Finding((*at, "gpu-memory-utilization"), message, "write for example 0.9", value)
+    sizes = {name: size for name in _RANKS if (size := _number(args.get(name))) is not None}
+    ranks = math.prod(sizes.values())
+    if spec.gpus and ranks > len(spec.gpus) and not _elsewhere(spec, args):
+        largest = max(sizes, key=lambda name: sizes[name])
+        what = " x ".join(f"{name} {size:g}" for name, size in sizes.items())
+        message = f"{what} needs {ranks:g} GPUs, and gpus names {len(spec.gpus)}"
+        yield Finding((*at, largest), message, "name that many in gpus, or lower it", shown(args[largest]))
+
+
+def _elsewhere(spec: EngineSpec, args: Mapping[str, FlagValue]) -> bool:
+    """Whether ranks may be on other machines, or their numbers in a file of vLLM's own."""
+    of_command = [flag_name(word.partition("=")[0].lstrip("-")) for word in spec.command[1:] if word.startswith("-")]
+    if args.get("distributed-executor-backend", "mp") != "mp" or "distributed-executor-backend" in of_command:
+        return True
+    return any(name.startswith(_ELSEWHERE) or name in {"config", "dp"} for name in (*of_command, *args))
+
+
+def _number(value: FlagValue | None) -> float | None:
+    """None for what is not there and for what is none; whether vLLM takes that is another question."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def machine_problems(spec: EngineSpec, args: Mapping[str, FlagValue], target: Target) -> Iterator[Finding]:

@@ -43,15 +43,24 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A sentence that says why an engine cannot be launched, and the key of the engine that it rests on."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A plan with the origin of every part. `inherited` and `left_out` are names of environment variables.
 
-    `flags`: what the profile and the checks of the flags came to.
+    `flags`: what the profile and the checks of the flags came to. `obstacles`: what else stands in the way.
     """
 
     plan: LaunchPlan
     version: str | None
     flags: Settled
+    obstacles: tuple[Obstacle, ...]
     command: tuple[Fact, ...]
     environment: tuple[Fact, ...]
     inherited: tuple[str, ...]
@@ -72,6 +81,7 @@ class _Draft:
     plan: LaunchPlan
     version: str | None
     flags: Settled
+    obstacles: tuple[Obstacle, ...]
     words: tuple[_Words, ...]
     inherited: Mapping[str, str]
     variables: tuple[Variable, ...]
@@ -110,6 +120,7 @@ def explain(
         plan=draft.plan,
         version=draft.version,
         flags=draft.flags,
+        obstacles=draft.obstacles,
         command=command,
         environment=environment,
         inherited=tuple(sorted(set(draft.inherited) - set_here)),
@@ -134,11 +145,12 @@ def flag_words(name: str, value: FlagValue) -> tuple[str, ...]:
 
 
 def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], known: Knowledge) -> _Draft:
-    errors: list[str] = []
+    obstacles: list[Obstacle] = []
     user = (spec.user or ENGINE_USER) if as_root else None
     who = own_account() if user is None else account(user)
     if who is None:
-        errors.append(f'cannot run engine {spec.name} as "{user}": no such user; useradd --system {user}')
+        text = f'cannot run engine {spec.name} as "{user}": no such user; useradd --system {user}'
+        obstacles.append(Obstacle("user", text))
         who = own_account()
     path = launch_env.search_path(spec, base_env)
     program = resolve_program(spec.command[0], path)
@@ -156,11 +168,10 @@ def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], know
     variables = list(launch_env.contributed(spec, base_env, who=who, program=program, version=version))
     key = None
     if spec.api_key_file is not None:
-        key = _read_key(spec.api_key_file, as_root=as_root, errors=errors)
+        key = _read_key(spec.api_key_file, as_root=as_root, obstacles=obstacles)
         if key is not None:
             variables.append(Variable("VLLM_API_KEY", key, key=("api_key_file",)))
-    errors += _errors(spec, who, program, path)
-    errors += map(str, flags.problems)
+    obstacles += _obstacles(spec, who, program, path)
     kept = launch_env.inherited(base_env, other_user=who.uid != os.geteuid())
     plan = LaunchPlan(
         engine=spec.name,
@@ -170,10 +181,10 @@ def _draft(spec: EngineSpec, *, as_root: bool, base_env: Mapping[str, str], know
         host=spec.host,
         port=spec.port,
         plan_id=_plan_id(spec, user, key, known),
-        errors=tuple(errors),
+        errors=(*(obstacle.text for obstacle in obstacles), *map(str, flags.problems)),
         api_key=key,
     )
-    return _Draft(plan, version, flags, words, kept, tuple(variables))
+    return _Draft(plan, version, flags, tuple(obstacles), words, kept, tuple(variables))
 
 
 def _own_flags(spec: EngineSpec, version: str | None, flags: FlagSet | None) -> Iterator[_Words]:
@@ -220,33 +231,40 @@ def _plan_id(spec: EngineSpec, user: str | None, key: str | None, known: Knowled
 # --- what stands in the way -------------------------------------------------------------------------------------------
 
 
-def _errors(spec: EngineSpec, who: Account, program: str | None, path: str) -> Iterator[str]:
+def _obstacles(spec: EngineSpec, who: Account, program: str | None, path: str) -> Iterator[Obstacle]:
+    if (wrong := _program_problem(spec, who, program, path)) is not None:
+        yield Obstacle("command", wrong)
     place = f"engine.{spec.name}"
-    wanted = spec.command[0]
-    if program is None:
-        looked = "it is not there" if "/" in wanted else f"it is not in {path}"
-        remedy = f"install vLLM, or write its absolute path into {place}.command"
-        yield f'cannot find the program "{wanted}" of {place}: {looked}; {remedy}'
-    else:
-        for file in (program, interpreter(program, path) or program):
-            if not os.path.exists(file):  # noqa: PTH110 (text)
-                yield f'cannot execute "{program}" of {place}: its interpreter {file} is gone; install vLLM again'
-            elif not may(who, file, os.X_OK):
-                remedy = "install it where that user can reach it, with modes that let it"
-                yield f'cannot execute "{file}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
-                break
     if (wrong := model_problem(spec.model)) is not None:
-        yield f'cannot serve "{spec.model}" of {place}: {wrong}; correct the path, or mount what holds it'
+        text = f'cannot serve "{spec.model}" of {place}: {wrong}; correct the path, or mount what holds it'
+        yield Obstacle("model", text)
     elif spec.model.startswith("/") and not may(who, spec.model, os.R_OK | _search(spec.model)):
         remedy = f"give that user access, for example: setfacl -R -m u:{who.name}:rX {spec.model}"
-        yield f'cannot read "{spec.model}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
+        text = f'cannot read "{spec.model}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
+        yield Obstacle("model", text)
+
+
+def _program_problem(spec: EngineSpec, who: Account, program: str | None, path: str) -> str | None:
+    place = f"engine.{spec.name}"
+    if program is None:
+        wanted = spec.command[0]
+        looked = "it is not there" if "/" in wanted else f"it is not in {path}"
+        remedy = f"install vLLM, or write its absolute path into {place}.command"
+        return f'cannot find the program "{wanted}" of {place}: {looked}; {remedy}'
+    for file in (program, interpreter(program, path) or program):
+        if not os.path.exists(file):  # noqa: PTH110 (text)
+            return f'cannot execute "{program}" of {place}: its interpreter {file} is gone; install vLLM again'
+        if not may(who, file, os.X_OK):
+            remedy = "install it where that user can reach it, with modes that let it"
+            return f'cannot execute "{file}" of {place} as user "{who.name}": the modes forbid it; {remedy}'
+    return None
 
 
 def _search(path: str) -> int:
     return os.X_OK if os.path.isdir(path) else 0  # noqa: PTH112 (text from the configuration)
 
 
-def _read_key(path: str, *, as_root: bool, errors: list[str]) -> str | None:
+def _read_key(path: str, *, as_root: bool, obstacles: list[Obstacle]) -> str | None:
     """The API key; None after it was said why not. Links are not followed, devices and pipes are not waited for."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -263,7 +281,7 @@ def _read_key(path: str, *, as_root: bool, errors: list[str]) -> str | None:
         wrong = "it does not hold one key of printable ASCII characters", "put the key alone into it"
     if wrong is None:
         return key
-    errors.append(f'cannot take the API key from "{path}": {wrong[0]}; {wrong[1]}')
+    obstacles.append(Obstacle("api_key_file", f'cannot take the API key from "{path}": {wrong[0]}; {wrong[1]}'))
     return None
 
 

@@ -15,6 +15,7 @@ from supervisord.engine.flag_checks import (
     machine_problems,
     machine_warnings,
     name_and_value,
+    size_problems,
 )
 from supervisord.engine.flags import FlagSet, Unread
 from supervisord.engine.profiles import Choice, Profiles, shipped
@@ -56,7 +57,7 @@ def settle(spec: EngineSpec, version: str | None, known: Knowledge) -> Settled:
     profiles = known.profiles if known.profiles is not None else Profiles(shipped())
     choice = profiles.choose(spec, target)
     merged = _merged(spec, choice, flags)
-    wrong = [*_of_operator(spec, target), *machine_problems(spec, merged, target)]
+    wrong = [*_of_operator(spec, target), *size_problems(spec, merged), *machine_problems(spec, merged, target)]
     if choice.finding is not None:
         wrong.insert(0, choice.finding)
     problems = [*choice.problems, *_placed(wrong, choice, known.origins)]

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+from supervisord.core.gpu_samples import GpuPlace
 from supervisord.core.messages import GpuHelperEnded, GpuObservation
 from supervisord.gpu.protocol import LINE_BYTES, ProtocolError, Whose, decode, persistence_request, sweep_request
 from supervisord.log import printable
@@ -59,9 +60,9 @@ class GpuProbe:
         else:
             self._helpers[helper] = started
 
-    def sweep(self, helper: int, number: int, *, slow: bool) -> None:
+    def sweep(self, helper: int, number: int, *, slow: bool, avoid: Iterable[GpuPlace] = ()) -> None:
         """Answered by GpusSwept, or by nothing."""
-        self._ask(helper, sweep_request(number, slow=slow))
+        self._ask(helper, sweep_request(number, slow=slow, avoid=avoid))
 
     def set_persistence(self, helper: int, uuid: str, *, on: bool) -> None:
         """Answered by PersistenceSet, or by nothing."""

@@ -5,7 +5,8 @@ nothing else of ours: it holds 15 MiB, and starts from an installed package and 
 
 One JSON object a line; `protocol.py` reads the answers:
 
-    {"sweep": 7, "slow": false}           answered by the same, with what was seen
+    {"sweep": 7, "slow": false, "avoid": [[UUID, PCI id, index]]}
+                                          answered by the same, with what was seen; what is to be avoided is not touched
     {"persistence": UUID, "on": true}     answered by the same, with "error": an NVML code or null
                                           unasked: {"xid": 79, "gpu": UUID, "at": monotonic seconds}
 
@@ -38,6 +39,9 @@ _MEMORY_V2: Final = 2
 _WAIT_MS: Final = 500
 """How long the driver is asked to wait for an Xid at a time: the longest that initialising anew waits for it."""
 _STOP_S: Final = 5.0
+_AGAIN_S: Final = 2.0
+_AGAIN_MAX_S: Final = 30.0
+"""Initialising anew while no GPU answers, which takes 0.2 s or more: after so long, then twice that, and so on."""
 _PAUSE_S: Final = 1.0
 _MILLI: Final = 1000.0
 _NAME_BYTES: Final = 64
@@ -53,10 +57,16 @@ _ABSENT: Final = frozenset(
     }
 )
 
+_LOST: Final = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+"""The codes that blame the GPU itself, the graver first."""
+
 Way = Callable[[Any], "tuple[Any, ...]"]
 """Takes a handle, gives one value for each field of its query."""
 Query = tuple[tuple[str, ...], tuple[Way, ...]]
 """Fields of `GpuReading`, and the ways to get them: the first one that this GPU and driver have is used."""
+
+Avoid = dict[str, "tuple[str, int | None]"]
+"""PCI id and index of GPUs that no call may touch, by UUID: their firmware is dead, and each would take 45 s."""
 
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -190,16 +200,18 @@ def _name_of(pid: int) -> str:
 class Gpu:
     """One GPU under one index since NVML was initialised. `identity` is None as long as it has never said its UUID."""
 
-    def __init__(self, index: int, remembered: dict[str, Any] | None) -> None:
+    def __init__(self, index: int, remembered: dict[str, Any] | None, avoided: dict[str, Any] | None) -> None:
+        """`avoided`: what it is called, if not even its handle may be asked for."""
         self.index = index
-        self.identity: dict[str, Any] | None = None
+        self.identity: dict[str, Any] | None = avoided
         self.handle: Any = None
         self.error: int | None = None
         self._ways: dict[tuple[str, ...], list[Way]] = {}
         self._unsupported: list[str] = []
         self._static_problems: dict[str, int] = {}
         self._remembered = remembered
-        self.find()
+        if avoided is None:
+            self.find()
 
     def find(self) -> None:
         """Get the handle and the identity, if they are not known yet."""
@@ -218,9 +230,16 @@ class Gpu:
         if self.identity is None and self._remembered is not None and self._remembered["uuid"] not in taken:
             self.identity = self._remembered
 
-    def read(self, queries: Iterable[Query]) -> dict[str, Any]:
+    def is_one_of(self, avoid: Avoid) -> bool:
+        """Whether no call may touch it."""
+        return self.identity is not None and self.identity["uuid"] in avoid
+
+    def read(self, queries: Iterable[Query], avoid: Avoid) -> dict[str, Any]:
         """What `GpuReading` holds."""
         values: dict[str, Any] = {"uuid": "", "pci_id": "", **(self.identity or {}), "index": self.index}
+        if self.is_one_of(avoid):
+            self.error = pynvml.NVML_ERROR_RESET_REQUIRED
+            return values | {"error": self.error}
         if self.handle is None:
             return values | {"error": pynvml.NVML_ERROR_UNKNOWN if self.error is None else self.error}
         problems: dict[str, int] = {}
@@ -228,7 +247,7 @@ class Gpu:
         self.error = None
         if problems and not answered:
             codes = problems.values()
-            self.error = pynvml.NVML_ERROR_GPU_IS_LOST if pynvml.NVML_ERROR_GPU_IS_LOST in codes else max(codes)
+            self.error = next((code for code in _LOST if code in codes), max(codes))
         return values | {
             "error": self.error,
             "problems": self._static_problems | problems,
@@ -322,16 +341,18 @@ class Probe:
         self._identities: list[dict[str, Any] | None] = []
         self._watch: XidWatch | None = None
         self._problem: int | None = pynvml.NVML_ERROR_UNINITIALIZED
+        self._opened_at = 0.0
+        self._again_s = _AGAIN_S
         self._processes = Processes()
         self._fast = (self._processes.query(), *_FAST)
 
-    def sweep(self, number: int, *, slow: bool) -> dict[str, Any]:
+    def sweep(self, number: int, avoid: Avoid, *, slow: bool) -> dict[str, Any]:
         """Look at every GPU once."""
         began = time.monotonic()
-        self._prepare(slow=slow)
+        self._prepare(avoid, slow=slow)
         self._processes.begin(again=slow)
         queries = (*self._fast, *_SLOW) if slow else self._fast
-        readings = [gpu.read(queries) for gpu in self._gpus]
+        readings = [gpu.read(queries, avoid) for gpu in self._gpus]
         return {
             "sweep": number,
             "slow": slow,
@@ -352,21 +373,34 @@ class Probe:
             _, code = _attempt(pynvml.nvmlDeviceSetPersistenceMode, handle, int(on))
         return {"persistence": uuid, "on": on, "error": code}
 
-    def _prepare(self, *, slow: bool) -> None:
-        """Initialise if that has not succeeded yet, if the number of GPUs changed, and rarely while none answers."""
+    def _prepare(self, avoid: Avoid, *, slow: bool) -> None:
+        """Initialise if that has not succeeded yet, if the number of GPUs changed, or sometimes while none answers."""
         if self._problem is None:
             count, code = _attempt(pynvml.nvmlDeviceGetCount)
-            hopeless = bool(self._gpus) and all(gpu.error is not None for gpu in self._gpus)
-            if code is None and count == len(self._gpus) and not (slow and hopeless):
+            if code is None and count == len(self._gpus) and not self._is_hopeless(avoid, slow=slow):
                 for gpu in self._gpus:
-                    if slow and gpu.handle is None:
+                    if slow and gpu.handle is None and not gpu.is_one_of(avoid):
                         gpu.find()
                 return
             self._close()
-        self._problem = self._open()
+        self._problem = self._open(avoid)
 
-    def _open(self) -> int | None:
+    def _is_hopeless(self, avoid: Avoid, *, slow: bool) -> bool:
+        """Whether initialising anew might help. A GPU that is lost is not found again by that, or only by chance."""
+        codes = [gpu.error for gpu in self._gpus if not gpu.is_one_of(avoid)]
+        if not codes or None in codes:
+            self._again_s = _AGAIN_S
+            return False
+        if slow:
+            return True
+        soon = not any(code in _LOST for code in codes) and time.monotonic() >= self._opened_at + self._again_s
+        if soon:
+            self._again_s = min(_AGAIN_MAX_S, 2 * self._again_s)
+        return soon
+
+    def _open(self, avoid: Avoid) -> int | None:
         """Initialise NVML and list the GPUs; the code, if that failed."""
+        self._opened_at = time.monotonic()
         _, code = _attempt(pynvml.nvmlInit)
         if code is not None:
             return code
@@ -375,14 +409,29 @@ class Probe:
             _attempt(pynvml.nvmlShutdown)
             return code
         self._driver = _attempt(pynvml.nvmlSystemGetDriverVersion)[0] or ""
-        before = self._identities if len(self._identities) == count else [None] * count
-        self._gpus = [Gpu(index, before[index]) for index in range(count)]
+        same = len(self._identities) == count
+        before = self._identities if same else [None] * count
+        # Where the number of GPUs has changed, an index of before may be that of another one.
+        dead = self._avoided(avoid) if same or not self._identities else {}
+        self._gpus = [Gpu(index, before[index], dead.get(index)) for index in range(count)]
         taken = {gpu.identity["uuid"] for gpu in self._gpus if gpu.identity is not None}
         for gpu in self._gpus:
             gpu.inherit(taken)
         self._identities = [gpu.identity for gpu in self._gpus]
         self._watch = XidWatch(self._gpus, self._tell)
         return None
+
+    def _avoided(self, avoid: Avoid) -> dict[int, dict[str, Any]]:
+        """Identities of GPUs that must not be asked for theirs, by index."""
+        known = {place: identity for place, identity in enumerate(self._identities) if identity is not None}
+        seen = {place: identity for place, identity in known.items() if identity["uuid"] in avoid}
+        named = {identity["uuid"] for identity in seen.values()}
+        told = {
+            index: {"uuid": uuid, "pci_id": pci_id}
+            for uuid, (pci_id, index) in avoid.items()
+            if index is not None and index not in known and uuid not in named
+        }
+        return {**told, **seen}
 
     def _close(self) -> None:
         if self._watch is not None:
@@ -425,7 +474,8 @@ def main() -> None:
     while True:
         request = requests.get()
         if "sweep" in request:
-            tell(probe.sweep(request["sweep"], slow=request["slow"]))
+            avoid = {uuid: (pci_id, index) for uuid, pci_id, index in request["avoid"]}
+            tell(probe.sweep(request["sweep"], avoid, slow=request["slow"]))
         else:
             tell(probe.set_persistence(request["persistence"], on=request["on"]))
 

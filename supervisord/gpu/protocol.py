@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn, TypeGuard
 
-from supervisord.core.gpu_samples import MEMORY_V1, MEMORY_V2, GpuProcess, GpuReading, GpuSweep
+from supervisord.core.gpu_samples import MEMORY_V1, MEMORY_V2, GpuPlace, GpuProcess, GpuReading, GpuSweep
 from supervisord.core.messages import GpusSwept, PersistenceSet, XidSeen
 from supervisord.log import printable
 
@@ -28,9 +28,9 @@ class ProtocolError(ValueError):
     """A line that cannot be an answer; the message says what is wrong with it."""
 
 
-def sweep_request(number: int, *, slow: bool) -> bytes:
-    """Look at all GPUs."""
-    return _line({"sweep": number, "slow": slow})
+def sweep_request(number: int, *, slow: bool, avoid: Iterable[GpuPlace] = ()) -> bytes:
+    """Look at all GPUs but those to avoid."""
+    return _line({"sweep": number, "slow": slow, "avoid": [[gpu.uuid, gpu.pci_id, gpu.index] for gpu in avoid]})
 
 
 def persistence_request(uuid: str, *, on: bool) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -41,8 +42,8 @@ def test_lines_for_people(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
     assert main(["events"]) == 0
     assert capsys.readouterr() == (
         (
-            "2026-05-29 03:00:01  error     exited          qwen ended by itself while ready: exit code 0\n"
-            "2026-05-29 03:00:02  info      spawned         qwen started: generation 2 \n"
+            f"2026-05-29 03:00:01  error     {'exited':26}  qwen ended by itself while ready: exit code 0\n"
+            f"2026-05-29 03:00:02  info      {'spawned':26}  qwen started: generation 2 \n"
         ),
         "",
     )
@@ -51,11 +52,19 @@ def test_lines_for_people(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
 
 def test_colour_only_on_a_terminal() -> None:
     event = {"at": STAMP, "severity": "error", "kind": "exited", "message": "x \x1b[32mgreen\x1b[0m"}
-    assert events.line(event, colour=True) == "\x1b[31m2026-05-29 03:00:01  error     exited          x green\x1b[0m"
+    assert events.line(event, colour=True) == (f"\x1b[31m2026-05-29 03:00:01  error     {'exited':26}  x green\x1b[0m")
     assert events.line({**event, "severity": "info"}, colour=True) == (
-        "2026-05-29 03:00:01  info      exited          x green"
+        f"2026-05-29 03:00:01  info      {'exited':26}  x green"
     )
     assert "\x1b" not in events.line(event, colour=False)
+
+
+def test_every_kind_fits_into_its_column() -> None:
+    source = Path(events.__file__).parents[1]
+    told = re.compile(r"(?:record|tell)\(\s*\"([a-z_]+)\"")
+    kinds = {kind for file in source.rglob("*.py") for kind in told.findall(file.read_text(encoding="utf-8"))}
+    assert len(kinds) > 30
+    assert max(map(len, kinds)) <= events._KIND_WIDTH
 
 
 def test_objects_for_programs(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,13 @@ def test_only_the_largest_foreign_processes_are_named() -> None:
     assert "p4 4.0 GiB (pid 4, not ours); 3 more, not ours" in text
 
 
+def test_the_largest_holder_comes_first() -> None:
+    text = details(
+        gpu(0, 36.0, of_engine("small", 5, 2.0), GpuProcess(7, 20 * GIB, "sleep"), of_engine("qwen", 6, 9.0))
+    )
+    assert "sleep 20.0 GiB (pid 7, not ours); qwen 9.0 GiB (pid 6); small 2.0 GiB (pid 5)" in text
+
+
 def test_memory_of_no_process_is_told_apart() -> None:
     assert "qwen 2.0 GiB (pid 5); no process 7.0 GiB" in details(gpu(0, 9.0, of_engine("qwen", 5, 2.0)))
     assert "no process" not in details(gpu(0, 2.2, of_engine("qwen", 5, 2.0)))

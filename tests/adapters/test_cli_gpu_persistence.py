@@ -93,13 +93,24 @@ def test_overrides_hold_over_the_policy(machine: Machine) -> None:
 
 
 def test_a_dry_run_sets_nothing_and_says_whether_it_would(machine: Machine) -> None:
+    ada, gb10, busy = machine.make("rtx4090", "gb10", "rtx3090").gpus()
+    busy.set(persistence=1)
+    busy.process(FOREIGN, GIB)
+    expected = [
+        f"GPU 0 ({ada.uuid}), NVIDIA GeForce RTX 4090: is off, would be set on; default for ada geforce",
+        f"GPU 1 ({gb10.uuid}), NVIDIA GB10: is off, would be left; default for blackwell integrated: left as it is",
+        f"GPU 2 ({busy.uuid}), NVIDIA GeForce RTX 3090: is on, wanted off; default for ampere geforce",
+    ]
+    told = [f"cannot set persistence mode of GPU 2 ({busy.uuid}): processes use it"]
+    assert machine.run("--dry-run") == (1, expected, told)
+    assert [mode(gpu) for gpu in (ada, gb10, busy)] == ["0", "0", "1"]
+
+
+def test_a_dry_run_where_all_is_as_wanted(machine: Machine) -> None:
     (gpu,) = machine.make("rtx4090").gpus()
-    code, lines, errors = machine.run("--dry-run")
-    assert (code, errors) == (1, [])
-    assert "wanted on, was off, now off; default for ada geforce" in lines[0]
-    assert mode(gpu) == "0"
     gpu.set(persistence=1)
-    assert machine.run("--dry-run")[0] == 0
+    line = f"GPU 0 ({gpu.uuid}), NVIDIA GeForce RTX 4090: is on, as wanted; default for ada geforce"
+    assert machine.run("--dry-run") == (0, [line], [])
 
 
 def test_what_stands_in_the_way_is_named(machine: Machine) -> None:

@@ -164,6 +164,7 @@ def test_each_state_on_the_way_is_told_once(daemon: FakeDaemon, capsys: pytest.C
     daemon.script = [
         enter("llama", Waiting(Reason("port_held", "port 8001 is held by 7 (nginx)"), 0), wanted=True),
         lambda daemon: daemon.put(),
+        enter("llama", Waiting(Reason("gpu_memory_held", "pid 16653 (sleep) holds 20.0 GiB"), 0)),
         enter("llama", Warming(0, "prefill")),
         enter("llama", Warming(0, "decode")),
         enter("llama", Ready()),
@@ -171,7 +172,8 @@ def test_each_state_on_the_way_is_told_once(daemon: FakeDaemon, capsys: pytest.C
     assert main(["start", "llama", "--wait"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "accepted",
-        "llama: waiting: port 8001 is held by 7 (nginx)",
+        "llama: waiting: port_held: port 8001 is held by 7 (nginx)",
+        "llama: waiting: gpu_memory_held: pid 16653 (sleep) holds 20.0 GiB",
         "llama: warming: prefill",
         "llama: ready",
     ]
@@ -193,7 +195,19 @@ def test_waiting_ends_with_the_timeout(daemon: FakeDaemon, capsys: pytest.Captur
     started = time.monotonic()
     assert main(["start", "llama", "--wait", "--timeout", "0.3"]) == 6
     assert 0.2 < time.monotonic() - started < 10
-    assert "cannot wait any longer for start of llama (--timeout): it is starting" in capsys.readouterr().err
+    assert "cannot wait any longer for start of llama (--timeout): it is starting: " in capsys.readouterr().err
+
+
+def test_who_waits_hears_something_now_and_then(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also when nothing happens at all, as while the daemon's answer is the same."""
+    monkeypatch.setattr("supervisord.cli.request._TELL_S", 0.05)
+    daemon.script = [enter("llama", Warming(0, "prefill"), wanted=True)]
+    assert main(["start", "llama", "--wait", "--timeout", "0.5"]) == 6
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["accepted", "llama: warming: prefill", "llama: warming: prefill"]
+    assert 3 <= len(lines) <= 12
 
 
 def test_waiting_ends_when_the_daemon_does(daemon: FakeDaemon) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -321,29 +324,84 @@ def test_watching_in_a_pipe_prints_each_change(daemon: FakeDaemon) -> None:
         assert process.stderr.read().startswith("vllm-supervisor: cannot reach the daemon")
 
 
-def test_watching_on_a_terminal_draws_over_what_was_there(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def terminal(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon, lines: int) -> None:
+    """Watch on a terminal with so many lines; qwen is stopped after the first view, and the second is the last."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("LINES", str(lines))
     monkeypatch.setenv("NO_COLOR", "1")
     pauses = iter([None, KeyboardInterrupt])
 
     def sleep(_: float) -> None:
-        daemon.enter("qwen", Stopped())
+        daemon.enter("qwen", Stopped(), wanted=False)
         pause = next(pauses)
         if pause is not None:
             raise pause
 
     monkeypatch.setattr("supervisord.cli.status.time", type("T", (), {"sleep": sleep, "time": staticmethod(time.time)}))
+
+
+def test_watching_on_a_terminal_draws_over_what_was_there(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal(monkeypatch, daemon, 24)
     assert main(["status", "--watch"]) == 130
     captured = capsys.readouterr()
     assert captured.err == ""
-    first, second = captured.out.split("\x1b[H")[1:]
+    assert captured.out.startswith("\x1b[?1049h\x1b[H")
+    assert captured.out.endswith("\x1b[J\x1b[?1049l")
+    first, second = captured.out.removesuffix("\x1b[?1049l").split("\x1b[H")[1:]
     assert "qwen    ready" in first
     assert "qwen    stopped" in second
     assert second.endswith("\x1b[J")
     assert all(line.endswith("\x1b[K") for line in second.splitlines()[:-1])
+
+
+def test_watching_shows_what_fits_and_what_is_not_ready_first(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal(monkeypatch, daemon, 5)
+    daemon.put(engine("late", Warming(0, "prefill")), engine("ill", Ready((BY_HAND,))))
+    assert main(["status", "--watch"]) == 130
+    for view in capsys.readouterr().out.split("\x1b[H")[1:]:
+        lines = view.split("\x1b[K\n")[:-1]
+        assert [line.split()[0] for line in lines] == ["ENGINE", "late", "prefill", "..."]
+        assert lines[-1].endswith(" more lines")
+    terminal(monkeypatch, daemon, 7)
+    assert main(["status", "--watch"]) == 130
+    rows = capsys.readouterr().out.split("\x1b[H")[-1].split("\x1b[K\n")[:-1]
+    assert [line.split()[0] for line in rows] == ["ENGINE", "late", "prefill", "ill", "operator:", "..."]
+
+
+def test_a_view_that_fits_keeps_the_order_of_the_configuration() -> None:
+    document_ = document("trouble")
+    text = render.table(document_, width=80, colour=False, now=WALL)
+    count = text.count("\n")
+    for room in (None, count, count + 1):
+        assert render.fitted(document_, room, width=80, colour=False, now=WALL) == text
+    for room in (1, 2, count - 1):
+        lines = render.fitted(document_, room, width=80, colour=False, now=WALL).splitlines()
+        assert len(lines) == room
+        assert lines[-1] == f"... {count - room + 1} more lines"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_terminal_gets_its_screen_back(daemon: FakeDaemon, number: signal.Signals) -> None:
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "supervisord", "status", "--watch"]
+    with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        while b"\x1b[J" not in seen:
+            seen += os.read(ours, 4096)
+        process.send_signal(number)
+        with contextlib.suppress(OSError):  # EIO: nobody has the other end open any more
+            while chunk := os.read(ours, 4096):
+                seen += chunk
+        assert process.wait(20) == 128 + number
+    os.close(ours)
+    assert seen.startswith(b"\x1b[?1049h\x1b[H")
+    assert seen.endswith(b"\x1b[?1049l")
 
 
 def test_an_interrupt_is_silent(daemon: FakeDaemon) -> None:

@@ -66,6 +66,18 @@ def problems(folder: Path, text: str, **conf_d: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program called vllm, so that what is wrong is the configuration alone."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setattr(launch, "may", lambda *_: True)
+    return program
+
+
 def check(path: Path) -> int:
     parser = argparse.ArgumentParser()
     check_config.add_parser(parser.add_subparsers())
@@ -76,6 +88,7 @@ def check(path: Path) -> int:
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("stub")
 def test_broken_configuration_is_refused_with_every_reason(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +98,7 @@ def test_broken_configuration_is_refused_with_every_reason(
     assert check(copy) == 2
 
     out, err = capsys.readouterr()
-    *lines, count = err.splitlines()
+    *lines, count = [line for line in err.splitlines() if not line.startswith("warning: ")]
     assert out == ""
     assert len(lines) == len(expected) >= 1
     for fragment in expected:
@@ -172,15 +185,90 @@ def test_the_least_configuration_has_the_defaults_of_the_design(tmp_path: Path) 
     assert read(tmp_path, "").spec == NodeSpec()
 
 
+@pytest.mark.usefixtures("stub")
 def test_check_config_accepts_and_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, MINIMAL + 'gpus = [0, "1"]\ncommand = ["no-such-vllm", "serve"]\n')
+    path = write(tmp_path, MINIMAL + 'gpus = [0, "1"]\n')
     assert check(path) == 0
     out, err = capsys.readouterr()
     assert out == f"{path} is valid; engines: qwen\n"
-    first, second, third = err.splitlines()
+    first, second = err.splitlines()
     assert first.startswith(f'warning: engine.qwen.gpus = "0" in {path}: an index can mean another GPU after a reboot')
     assert 'gpus = "1"' in second
-    assert third.startswith('warning: engine qwen would not start: cannot find the program "no-such-vllm"')
+
+
+def lines_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What check-config says of a configuration that it refuses, warnings first, without the count."""
+    assert check(path) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    *lines, count = err.splitlines()
+    assert count.startswith(f"cannot use the configuration {path}: ")
+    return lines
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, MINIMAL + 'command = ["no-such-vllm", "serve"]\n')
+    (line,) = lines_of(path, capsys)
+    assert line.startswith('cannot find the program "no-such-vllm" of engine.qwen: it is not in ')
+    assert load(path, trust=False).spec.engines  # the daemon starts, for the sake of the other engines
+
+
+def test_one_error_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is said of one key is said once, and whatever does not rest on it is checked all the same."""
+    text = """
+[supervisor]
+poll_interval_s = "often"
+[engine.a]
+command = ["no-such-vllm", "serve"]
+model = "/nonexistent/model"
+api_key_file = "/nonexistent/key"
+port = 8001
+[engine.a.args]
+disable-log-stats = true
+swap-space = 5
+gpu-memory-utilization = 1.5
+awq-ckpt = "x"
+[engine.b]
+command = []
+model = "org/model"
+port = 8001
+gpus = ["GPU-1a2b3c4d"]
+[engine.b.args]
+block-size = 17
+tensor-parallel-size = 2
+[engine.c]
+model = "org/model"
+port = 8003
+profile = "mine"
+"""
+    profiles = tmp_path / "profiles.toml"
+    profiles.write_text("[mine]\nflags = 1\n")
+    profiles.chmod(0o600)
+    lines = lines_of(write(tmp_path, text), capsys)
+    fragments = (
+        "warning: engine.b.args.block-size = 17",
+        "cannot use supervisor.poll_interval_s",
+        "cannot use engine.a.args.disable-log-stats = true",
+        "cannot use engine.a.model",
+        "cannot use engine.a.api_key_file",
+        'cannot find the program "no-such-vllm" of engine.a',
+        "cannot use engine.a.args.gpu-memory-utilization = 1.5",
+        "cannot use engine.a.args.awq-ckpt",
+        "cannot use engine.b.port",
+        "cannot use engine.b.command",
+        "cannot use engine.b.args.tensor-parallel-size = 2",
+        "cannot use mine.flags = 1",
+        'cannot find the program "vllm" of engine.c',
+    )
+    for fragment in fragments:
+        assert len([line for line in lines if line.startswith(fragment)]) == 1, (fragment, lines)
+    assert len(lines) == len(fragments)
+
+
+def test_of_a_file_that_cannot_be_read_nothing_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of the engine may be in there."""
+    (line,) = lines_of(write(tmp_path, MINIMAL, a="[engine"), capsys)
+    assert line.startswith(f"cannot read {tmp_path}/conf.d/a.toml")
 
 
 @pytest.mark.parametrize("name", ["a", "0", "a" * 32, "qwen_2-5"])
@@ -601,6 +689,17 @@ def test_root_as_a_user_must_be_written_out_and_is_said(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, '[engine_defaults]\nuser = "root"\n' + MINIMAL), trust=True)
     (warning,) = loaded.warnings
     assert warning.startswith(f'engine_defaults.user = "root" in {tmp_path}/config.toml: ')
+    assert warning.endswith(" (engine qwen)")
+
+
+def test_a_warning_from_the_defaults_is_told_once_with_its_engines(tmp_path: Path) -> None:
+    engines = "".join(MINIMAL.replace("qwen", name).replace("8001", f"800{n}") for n, name in enumerate("abc"))
+    text = '[engine_defaults]\nuser = "root"\n' + engines + 'user = "root"\n'
+    first, second = load(write(tmp_path, text), trust=True).warnings
+    assert first.startswith("engine_defaults.user")
+    assert first.endswith("give it a user of its own (engines a, b)")
+    assert second.startswith("engine.c.user")
+    assert second.endswith("give it a user of its own")
 
 
 def test_a_key_file_that_everybody_can_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ import pytest
 from supervisord.config_problems import Finding
 from supervisord.core.gpu_kinds import GpuKind
 from supervisord.core.spec import EngineSpec, FlagValue
-from supervisord.engine.flag_checks import Target, command_flags, machine_problems, machine_warnings, name_and_value
+from supervisord.engine.flag_checks import (
+    Target,
+    command_flags,
+    machine_problems,
+    machine_warnings,
+    name_and_value,
+    size_problems,
+)
 from supervisord.engine.flag_table import MOVED
 from supervisord.engine.flags import Flag, FlagSet, parse_help
 from supervisord.engine.version import Version
@@ -260,3 +268,54 @@ def test_block_sizes(gpus: tuple[str, ...], version: str | None, size: Any, refu
 def test_slow_kernels(value: str | None, warned: bool) -> None:
     spec = engine() if value is None else engine(quantization=value)
     assert len(warnings(spec, REAL)) == warned
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "refused"),
+    [
+        *[(value, True) for value in (0, 0.0, -0.5, 1.01, 90, "1.5", "nan")],
+        *[(value, False) for value in (0.9, 1, 1.0, "0.9", 0.01, True, "x", (0.5,), None)],
+    ],
+)
+def test_parts_of_memory(value: Any, refused: bool) -> None:
+    spec = engine(**{} if value is None else {"gpu_memory_utilization": value})
+    found = list(size_problems(spec, spec.args))
+    assert bool(found) is refused
+    if found:
+        assert found[0].at == ("engine", "qwen", "args", "gpu-memory-utilization")
+        assert found[0].message == "it is a part of the memory of each GPU: more than 0, and 1 at most"
+
+
+ONE = ("GPU-1a2b3c4d",)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "args", "words", "told"),
+    [
+        (ONE, {"tensor_parallel_size": 2}, (), "tensor-parallel-size 2 needs 2 GPUs, and gpus names 1"),
+        (ONE, {"pipeline_parallel_size": "2"}, (), "pipeline-parallel-size 2 needs 2 GPUs, and gpus names 1"),
+        (
+            ("0", "1", "2"),
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            (),
+            "tensor-parallel-size 2 x pipeline-parallel-size 2 needs 4 GPUs, and gpus names 3",
+        ),
+        (("0", "1"), {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}, (), None),
+        (("0", "1"), {"tensor_parallel_size": 1}, (), None),
+        ((), {"tensor_parallel_size": 2}, (), None),
+        (ONE, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, (), None),
+        (ONE, {"tensor_parallel_size": 2, "data_parallel_size": 2}, (), None),
+        (ONE, {"tensor_parallel_size": 2, "nnodes": 2}, (), None),
+        (ONE, {"tensor_parallel_size": 2, "config": "vllm.yaml"}, (), None),
+        (ONE, {"tensor_parallel_size": 2}, ("-dp", "2"), None),
+        (ONE, {"tensor_parallel_size": 2}, ("--data_parallel_size=2",), None),
+        (ONE, {"tensor_parallel_size": 2}, ("--distributed-executor-backend", "ray"), None),
+        (ONE, {"tensor_parallel_size": 2}, ("--seed=1",), "tensor-parallel-size 2 needs 2 GPUs, and gpus names 1"),
+    ],
+)
+def test_ranks(gpus: tuple[str, ...], args: dict[str, Any], words: tuple[str, ...], told: str | None) -> None:
+    spec = replace(engine(gpus, **args), command=("vllm", "serve", *words))
+    assert [found.message for found in size_problems(spec, spec.args)] == ([] if told is None else [told])

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pytest
 
-from supervisord.core.gpu_samples import MEMORY_V1, MEMORY_V2, GpuProcess, GpuReading, GpuSweep
+from supervisord.core.gpu_samples import MEMORY_V1, MEMORY_V2, GpuPlace, GpuProcess, GpuReading, GpuSweep
 from supervisord.core.messages import GpuHelperEnded, GpuObservation, GpusSwept, PersistenceSet, XidSeen
 from supervisord.gpu import client
 from supervisord.gpu.client import CLOSE_S, GpuProbe
@@ -44,6 +44,7 @@ class Probing:
     def __post_init__(self) -> None:
         self.probe = GpuProbe(self.said.put, self.owners.get)
         self.number = 0
+        self.avoid: tuple[GpuPlace, ...] = ()
 
     def start(self, helper: int = 1) -> int:
         """Start a probe; its pid."""
@@ -61,7 +62,7 @@ class Probing:
 
     def sweep(self, *, slow: bool = False, helper: int = 1) -> GpuSweep:
         self.number += 1
-        self.probe.sweep(helper, self.number, slow=slow)
+        self.probe.sweep(helper, self.number, slow=slow, avoid=self.avoid)
         swept = self.next(GpusSwept)
         assert (swept.helper, swept.number, swept.sweep.slow) == (helper, self.number, slow)
         return swept.sweep
@@ -264,6 +265,77 @@ def test_all_lost_and_back(box: NvmlBox, probing: Probing) -> None:
     assert sweep.xids_watched == set(names)
 
 
+@pytest.mark.parametrize("code", [4, 999])
+def test_while_none_answers_nvml_is_soon_opened_anew(code: int, box: NvmlBox, probing: Probing) -> None:
+    """After a reload of its device rules a container needs new handles; slow sweeps come every 30 s only."""
+    probing.start()
+    names = [reading.uuid for reading in probing.gpus()]
+    for gpu in box.gpus():
+        gpu.fault("every", code)
+    assert [reading.error for reading in probing.gpus()] == [code] * 3
+    box.fault("nvmlInitWithFlags", 18)
+    wait_for(lambda: probing.sweep().problem == 18)
+    box.fault("nvmlInitWithFlags", None)
+    for gpu in box.gpus():
+        gpu.fault("every", None)
+    assert [(reading.uuid, reading.error) for reading in probing.gpus()] == [(name, None) for name in names]
+
+
+def test_the_gravest_code_counts(box: NvmlBox, probing: Probing) -> None:
+    probing.start()
+    probing.sweep()
+    box.gpu(0).fault("every", 999)
+    box.gpu(0).fault("nvmlDeviceGetPowerUsage", 16)
+    assert probing.gpus()[0].error == 16
+
+
+def test_what_must_not_be_touched_is_answered_for(box: NvmlBox, probing: Probing) -> None:
+    probing.start()
+    before = probing.gpus()
+    box.gpu(1).fault("every", "hang 45")
+    probing.avoid = (GpuPlace(before[1].uuid, before[1].pci_id, None),)
+    for slow in (False, True, False):
+        first, dead, last = probing.gpus(slow=slow)
+        assert (dead.uuid, dead.pci_id, dead.index, dead.error) == (before[1].uuid, "0000:2b:00.0", 1, 16)
+        assert (first.error, last.error) == (None, None)
+    box.gpu(1).fault("every", None)
+    probing.avoid = ()
+    assert probing.gpus()[1].error is None, "it is trusted again"
+
+
+def test_a_new_probe_does_not_even_ask_for_its_name(box: NvmlBox, probing: Probing) -> None:
+    box.gpu(1).fault("every", "hang 45")
+    box.gpu(1).lose(code=999)
+    uuids = [gpu.uuid for gpu in box.gpus()]
+    probing.avoid = (GpuPlace(uuids[1], "0000:2b:00.0", 1),)
+    probing.start()
+    for slow in (False, True):
+        assert [(reading.uuid, reading.error) for reading in probing.gpus(slow=slow)] == [
+            *((uuids[0], None), (uuids[1], 16), (uuids[2], None))
+        ]
+    for gpu in (box.gpu(0), box.gpu(2)):
+        gpu.fault("every", 999)
+    probing.gpus()
+    probing.gpus(slow=True)  # the others are hopeless: NVML is opened anew
+    for gpu in (box.gpu(0), box.gpu(2)):
+        gpu.fault("every", None)
+    assert [reading.error for reading in probing.gpus(slow=True)] == [None, 16, None]
+    box.gpu(1).come_back()
+    box.gpu(1).fault("every", None)
+    probing.avoid = ()
+    assert probing.gpus()[1].error == 16, "it is looked for in slow sweeps"
+    assert probing.gpus(slow=True)[1].error is None
+
+
+def test_an_index_to_be_avoided_means_nothing_when_their_number_has_changed(box: NvmlBox, probing: Probing) -> None:
+    uuids = [gpu.uuid for gpu in box.gpus()]
+    probing.start()
+    probing.sweep()
+    probing.avoid = (GpuPlace("GPU-of-nobody", "0000:99:00.0", 1),)
+    box.gpu(0).vanish()
+    assert [reading.uuid for reading in probing.gpus()] == uuids[1:]
+
+
 # --- NVML that does not come up -------------------------------------------------------------------------------------
 
 
@@ -430,7 +502,7 @@ def test_the_end_of_the_daemon_ends_it(hanging: bool, box: NvmlBox) -> None:
             assert process.stdin is not None
             assert process.stdout is not None
             for number in (1, 2):
-                process.stdin.write(json.dumps({"sweep": number, "slow": False}) + "\n")
+                process.stdin.write(json.dumps({"sweep": number, "slow": False, "avoid": []}) + "\n")
                 process.stdin.flush()
                 if number == 1:
                     assert json.loads(process.stdout.readline())["sweep"] == 1

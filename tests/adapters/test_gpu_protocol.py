@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import select
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supervisord.core.gpu_samples import GpuProcess, GpuReading, GpuSweep
+from supervisord.core.gpu_samples import GpuPlace, GpuProcess, GpuReading, GpuSweep
 from supervisord.core.messages import GpusSwept, PersistenceSet, XidSeen
+from supervisord.core.telemetry import AVOIDED_MAX
 from supervisord.gpu.protocol import ProtocolError, decode, pci_id, persistence_request, sweep_request
 
 NOW = 1000.0
@@ -133,7 +135,11 @@ def test_each_owner_is_asked_for_once_in_a_sweep() -> None:
 
 
 def test_requests() -> None:
-    assert json.loads(sweep_request(7, slow=False)) == {"sweep": 7, "slow": False}
+    assert json.loads(sweep_request(7, slow=False)) == {"sweep": 7, "slow": False, "avoid": []}
+    dead = [GpuPlace(UUID, "00000000:1b:00.0", number or None) for number in range(AVOIDED_MAX)]
+    request = sweep_request(1 << 40, slow=True, avoid=dead)
+    assert json.loads(request)["avoid"][:2] == [[UUID, "00000000:1b:00.0", None], [UUID, "00000000:1b:00.0", 1]]
+    assert len(request) < select.PIPE_BUF, "it goes into a pipe at once"
     assert json.loads(persistence_request(UUID, on=True)) == {"persistence": UUID, "on": True}
     assert sweep_request(7, slow=False).endswith(b"\n")
 

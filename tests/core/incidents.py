@@ -150,10 +150,10 @@ class Gpus:
 
     `own`, `foreign`: GiB that its processes (on each of its GPUs) and somebody else's (on GPU-0) hold; `grows`,
     `foreign_grows`: MiB per hour. `back_s`: how long memory of the dead stays. `lost`: UUIDs that are gone, `errors`:
-    NVML code by UUID. `problem`: NVML does not work at all. `hangs`, `stuck`: the probe answers no more, and not even
-    SIGKILL ends it. `processes`: false for no process list, null for an empty one; `memory`: false for no memory
-    figures. `reasons`: bits of throttling. `recovery`: what the driver asks for. `persistence`, and `undoes`: somebody
-    sets it back; `may_set`: an NVML code, null: it may.
+    NVML code by UUID. `dead`: UUIDs of those for which each call hangs. `problem`: NVML does not work at all. `hangs`,
+    `stuck`: the probe answers no more, and not even SIGKILL ends it. `processes`: false for no process list, null for
+    an empty one; `memory`: false for no memory figures. `reasons`: bits of throttling. `recovery`: what the driver asks
+    for. `persistence`, and `undoes`: somebody sets it back; `may_set`: an NVML code, null: it may.
     """
 
     count: int = 1
@@ -164,6 +164,7 @@ class Gpus:
     back_s: float = 0.1
     lost: Any = ()
     errors: Any = ()
+    dead: Any = ()
     problem: int | None = None
     hangs: bool = False
     stuck: bool = False
@@ -343,7 +344,7 @@ class Incident:
                 self.do_gpu(action)
             case Launch():
                 places = action.devices if action.devices is not None else ()
-                there = [uuid for uuid in self.uuids() if uuid not in self.gpus.lost]
+                there = [uuid for uuid in self.uuids() if uuid not in {*self.gpus.lost, *self.gpus.dead}]
                 self.given = tuple(there[place] for place in places) or self.play.engine().spec.gpus
                 self.launch(generation)
             case WatchPort():
@@ -458,6 +459,8 @@ class Incident:
                     self.later(0.05, lambda: self.end_helper(helper))
             case _ if gpus.hangs or helper not in self.helpers:
                 pass
+            case SweepGpus() if set(gpus.dead) - {place.uuid for place in action.avoid}:
+                pass
             case SweepGpus():
                 began = self.play.now
                 self.later(
@@ -485,8 +488,8 @@ class Incident:
         gpus, found = self.gpus, []
         number = int(uuid[-1])
         base = card(uuid, number, name=gpus.name, compute=tuple(gpus.compute), architecture=gpus.architecture)
-        if uuid in gpus.errors:
-            return GpuReading(uuid, base.pci_id, place, error=gpus.errors[uuid])
+        if uuid in gpus.errors or uuid in gpus.dead:
+            return GpuReading(uuid, base.pci_id, place, error=16 if uuid in gpus.dead else gpus.errors[uuid])
         own_bytes = int((gpus.own * 1024 + self.own_mib) * MIB)
         if uuid in self.given:
             found += [GpuProcess(4711, own_bytes, "VLLM::EngineCore", "a", generation) for generation in self.living]

@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from supervisord.core import gpu_inventory, lifecycle, telemetry, xids
 from supervisord.core import node as reducer
+from supervisord.core.gpu_samples import LOST, GpuReading
 from supervisord.core.messages import (
     Action,
     AnnounceReady,
@@ -53,6 +54,7 @@ from supervisord.core.model import (
     Backoff,
     Draining,
     Engine,
+    Gpu,
     Node,
     Ready,
     Starting,
@@ -260,7 +262,7 @@ def _is_rule_evidence(step: Step, seen: Sampled) -> bool:
 
 
 def _is_gpu_evidence(step: Step, name: str) -> bool:
-    """A GPU of this very engine was found faulty, or its own processes on a GPU that it was not given."""
+    """A GPU of this very engine was found faulty, or its own processes twice on a GPU that it was not given."""
     engine = step.before.engines[name]
     mine = {gpu.uuid for gpu in gpu_inventory.of_engine(step.after.gpus, engine)}
     fell = {
@@ -271,13 +273,18 @@ def _is_gpu_evidence(step: Step, name: str) -> bool:
     if isinstance(step.seen, XidSeen):
         return bool(mine & fell) and xids.class_of(step.seen.xid) in xids.REMEDIES
     assert isinstance(step.seen, GpusSwept)
+    old = {uuid: gpu.reading for uuid, gpu in step.before.gpus.items()}
     astray = any(
-        process.engine == name and process.generation == engine.generation
+        _runs_on(reading, engine) and _runs_on(old.get(reading.uuid), engine)
         for reading in step.seen.sweep.gpus
         if reading.uuid not in engine.devices
-        for process in reading.processes or ()
     )
     return step.seen.sweep.problem is None and (bool(mine & fell) or (bool(engine.devices) and astray))
+
+
+def _runs_on(reading: GpuReading | None, engine: Engine) -> bool:
+    processes = reading.processes or () if reading is not None else ()
+    return any((p.engine, p.generation) == (engine.spec.name, engine.generation) for p in processes)
 
 
 # --- of GPUs ----------------------------------------------------------------------------------------------------------
@@ -290,15 +297,22 @@ def no_launch_on_a_gpu_that_must_not_be_used(step: Step) -> None:
         names = engine.spec.gpus
         if not names or telemetry.off(node) or names[0].startswith(gpu_inventory.MIG):
             continue
-        trouble = telemetry.trouble(node)
-        if trouble is not None and (not node.telemetry.hangs or node.telemetry.released_until is not None):
-            _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: {trouble.code}")
+        seen = node.telemetry
+        blind = seen.problem is not None or seen.swept_at is None
+        if seen.released_until is not None or (blind and not seen.unresponsive) or seen.problem in telemetry.LASTING:
+            _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: {seen}")
         for name in names:
             gpu = gpu_inventory.find(node.gpus, name)
-            if gpu is None and trouble is None:
+            if gpu is None and not seen.unresponsive:
                 _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: there is no {name}")
-            if gpu is not None and (gpu.quarantine is not None or gpu.absent_since is not None):
+            if gpu is not None and _must_not_be_used(gpu, seen):
                 _fail(no_launch_on_a_gpu_that_must_not_be_used, f"{engine.spec.name}: {gpu}")
+
+
+def _must_not_be_used(gpu: Gpu, seen: Telemetry) -> bool:
+    error = gpu.reading.error if gpu.reading is not None else None
+    failing = error is not None and (not seen.unresponsive or error in telemetry.LASTING)
+    return gpu.quarantine is not None or gpu.absent_since is not None or failing
 
 
 def _launched(step: Step) -> list[Engine]:
@@ -377,6 +391,11 @@ def probes_are_few(step: Step) -> None:
 def what_nobody_sees_hurts_nobody(step: Step) -> None:
     """A probe that ends or sees nothing, and a sweep that is not answered, end no engine and degrade none."""
     seen = step.seen
+    for uuid, gpu in step.after.gpus.items():
+        old = step.before.gpus.get(uuid)
+        fell = gpu.quarantine is not None and old is not None and old.quarantine is None
+        if isinstance(seen, GpusSwept) and fell and not _is_blamed(step, seen, uuid):
+            _fail(what_nobody_sees_hurts_nobody, f"{gpu} after {seen}")
     if isinstance(seen, GpuHelperEnded) or (isinstance(seen, GpusSwept) and seen.sweep.problem is not None):
         done = [action for action in step.actions if isinstance(action, Terminate | Sweep | KeepEvidence)]
         worse = [
@@ -387,6 +406,18 @@ def what_nobody_sees_hurts_nobody(step: Step) -> None:
         ]
         if done or worse or step.before.gpus != step.after.gpus:
             _fail(what_nobody_sees_hurts_nobody, f"{seen}: {done} {worse}")
+
+
+def _is_blamed(step: Step, seen: GpusSwept, uuid: str) -> bool:
+    """Whether a sweep, or the driver before it, says of this very GPU that it must not be used."""
+    readings = seen.sweep.gpus
+    mine = next((reading for reading in readings if reading.uuid == uuid), None)
+    pci_id = step.after.gpus[uuid].pci_id
+    if {uuid, pci_id} & {name for name, gpu in step.before.unseen_gpus.items() if gpu.quarantine is not None}:
+        return True
+    if mine is None:
+        return any(reading.error is None for reading in readings)
+    return mine.error in LOST or bool(mine.error is None and (mine.recovery_action or mine.remap_failed))
 
 
 def a_fault_stays_on_its_gpu(step: Step) -> None:

@@ -27,6 +27,7 @@ REDUCER = (
     "voluntary",
     "ending",
     "persistence",
+    "gpu_faults",
     "gpus",
     "judging",
     "starting",

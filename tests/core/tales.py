@@ -275,7 +275,7 @@ def wrong_gpu() -> Tale:
     tale = booted(gpus=("GPU-0",))
     tale.spawn(QWEN)
     tale.cards = (card(), holds(card("GPU-1"), mine(1, QWEN)))
-    return tale.see(Due(What.POLL), after=3).swept().later(0.5)
+    return tale.see(Due(What.POLL), after=2).see(Due(What.POLL), after=1).swept().later(0.5)
 
 
 def stalled() -> Tale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,17 +15,20 @@ from supervisord.core.messages import (
     Due,
     Exited,
     GateClosed,
+    GpuHelperEnded,
     Launch,
     Severity,
+    StartGpuHelper,
     Sweep,
+    SweepGpus,
     Swept,
     Terminate,
     WatchPort,
     What,
 )
-from supervisord.core.model import After, Failed, FailedKind, Found, State, Stopping
+from supervisord.core.model import After, Failed, FailedKind, Found, Gpu, Reason, State, Stopping
 from supervisord.core.spec import EngineSpec
-from tests.core.play import T0, Play, engine_spec, new_node, node_spec, process
+from tests.core.play import T0, Play, card, engine_spec, new_node, node_spec, process
 
 
 def found(
@@ -114,6 +118,20 @@ def test_another_plan_is_ended_and_the_right_one_started(plan: str | None) -> No
     play.see(Exited("a", 3, 0, None)).see(Swept("a", 3)).does(Launch("a", 4))
 
 
+@pytest.mark.parametrize(("devices", "gpus"), [(("GPU-0",), ("1",)), ((), ("GPU-0",))])
+def test_what_runs_on_a_quarantined_gpu_is_ended(devices: tuple[str, ...], gpus: tuple[str, ...]) -> None:
+    """A killed daemon had not ended it yet, or an older one did not know."""
+    bad = Gpu("GPU-0", pci_id="0000:10:00.0", index=0, quarantine=Reason("gpu_fault", "Xid 79: gone"))
+    node = new_node(node_spec(engine_spec(gpus=gpus)))
+    engines = {"a": replace(node.engines["a"], devices=devices)}
+    play = Play(replace(node, gpus={"GPU-0": bad}, engines=engines))
+    play.cards = None
+    play.see(Booted((found(),))).does(StartGpuHelper, SweepGpus, Adopt, Abandon, Terminate, AnnounceReady)
+    stopping = play.phase(Stopping)
+    assert (stopping.after, stopping.cause.code) == (After.START, "gpu_fault")
+    assert "ended: GPU 0 (GPU-0) is quarantined: Xid 79" in play.record("leftover").message
+
+
 def test_what_nobody_wants_is_ended() -> None:
     play = boot(found(), wanted=False).does(Adopt, Abandon, Terminate, AnnounceReady).is_(State.STOPPING)
     play.see(Exited("a", 3, 0, None)).see(Swept("a", 3)).is_(State.STOPPED).does()
@@ -193,6 +211,15 @@ def test_or_when_the_time_has_passed() -> None:
 def test_a_gate_a_failure_or_an_operators_stop_does_not_hold_it_back() -> None:
     assert announces(waiting_to_be_ready().see(GateClosed("a", 1, "port_held", "x")))
     assert announces(Play(new_node(node_spec(engine_spec(), ready_timeout_s=9.0))).change(wanted=False).see(Booted()))
+
+
+def test_the_first_look_at_the_gpus_does() -> None:
+    play = Play(new_node(node_spec(engine_spec(gpus=("GPU-0",)), ready_timeout_s=100.0)))
+    play.cards = None
+    assert not announces(play.see(Booted()).is_(State.WAITING))
+    assert not announces(play.see(GpuHelperEnded(1, "it broke"))), "another one tries"
+    play.see(Due(What.CLOCK), after=5.0)
+    assert announces(play.sweep(card("GPU-1"))), "it waits for a GPU that is not there: nobody knows how long"
 
 
 def test_a_back_off_does() -> None:

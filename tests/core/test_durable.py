@@ -220,6 +220,15 @@ def test_the_records_of_the_launcher_may_know_more() -> None:
     assert restored(saved(generation=3), spawned=2).generation == 3
 
 
+@pytest.mark.parametrize(("launching", "spawned", "known"), [(None, 3, True), (4, 4, True), (None, 4, False)])
+def test_gpus_belong_to_the_generation_that_was_given_them(*, launching: int | None, spawned: int, known: bool) -> None:
+    """A daemon that was killed before it saved a launch: what lives is not where the last one was."""
+    before = saved(generation=3, launching=launching, devices=("GPU-1",))
+    engine = restored(before, spawned=spawned)
+    assert (engine.generation, engine.devices) == (spawned, ("GPU-1",) if known else ())
+    assert restored(before, spawned=spawned, same_boot=False).devices == ()
+
+
 # --- through the core ---
 
 

@@ -12,10 +12,10 @@ from supervisord.core import gpu_inventory, telemetry
 from supervisord.core.ending import MEMORY_BLIND_S
 from supervisord.core.gpu_inventory import (
     capacity_bytes,
-    claim,
     find,
     held,
     label,
+    named_twice,
     normal_pci_id,
     places,
     strange_bytes,
@@ -117,6 +117,23 @@ def test_an_index_means_the_same_gpu_when_another_is_lost(gone: str) -> None:
     assert find(lost(gone), "3") is None
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("0", "GPU-a"), "gpus names GPU 0 (GPU-a) twice, as 0 and as GPU-a: correct gpus"),
+        (("GPU-b", "0", "1b:00.0"), "gpus names GPU 1 (GPU-b) twice, as GPU-b and as 1b:00.0: correct gpus"),
+        (("1", "1"), "gpus names GPU 1 (GPU-b) twice, as 1 and as 1: correct gpus"),
+    ],
+)
+def test_two_names_of_one_gpu(names: tuple[str, ...], message: str) -> None:
+    assert named_twice(GPUS, names) == Reason("gpu_missing", message)
+
+
+@pytest.mark.parametrize("names", [(), ("0",), ("0", "GPU-b", "ff:00.0"), ("GPU-x", "GPU-x"), ("MIG-1", "MIG-1")])
+def test_different_and_unknown_names(names: tuple[str, ...]) -> None:
+    assert named_twice(GPUS, names) is None
+
+
 def test_labels() -> None:
     assert label(B) == "GPU 1 (GPU-b)"
     assert label(Gpu("GPU-b")) == "GPU GPU-b"
@@ -214,7 +231,10 @@ def test_a_gpu_that_does_not_answer_and_one_that_is_quarantined() -> None:
 )
 def test_without_telemetry_names_that_cuda_understands_are_enough(*, name: str, starts: bool) -> None:
     play = dark(engine_spec("b", gpus=("GPU-0",), autostart=False), engine_spec(gpus=(name,), autostart=False))
-    play.sweep(card()).see(GpuHelperEnded(1, "it broke")).ask(Op.START)
+    play.sweep(card())
+    for _ in range(telemetry.STUCK_MAX):
+        play.see(GpuHelperEnded(play.node.telemetry.helper, "it broke")).see(Due(What.CLOCK), after=30.0)
+    play.ask(Op.START)
     play.is_(State.STARTING if starts else State.WAITING)
     if not starts:
         assert play.phase(Waiting).reason.code == "driver_not_ready"
@@ -230,22 +250,6 @@ def test_an_engine_without_gpus_has_no_gates_of_gpus() -> None:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        ({}, 0.9),
-        ({"gpu-memory-utilization": 0.5}, 0.5),
-        ({"gpu-memory-utilization": 1}, 1.0),
-        ({"gpu-memory-utilization": True}, 0.9),
-        ({"gpu-memory-utilization": "x"}, 0.9),
-        ({"kv-cache-memory-bytes": 1 << 30}, None),
-        ({"kv-cache-memory-bytes": 1 << 30, "gpu-memory-utilization": 0.5}, None),
-    ],
-)
-def test_what_an_engine_claims(args: dict[str, Any], part: float | None) -> None:
-    assert claim(engine_spec(args=args)) == part
 
 
 def free(gib: float, *processes: GpuProcess) -> GpuReading:
@@ -330,11 +334,10 @@ def test_where_its_memory_ends() -> None:
 
 
 def stopping(*cards: GpuReading, after: After = After.CRASH) -> Play:
-    """Engine "a" has served on GPU-0, and nothing of it lives any more."""
+    """Engine "a" has served on GPU-0, where the last look saw these cards, and nothing of it lives any more."""
     play = launching(engine_spec(gpus=("GPU-0",), drain_timeout_s=0)).up()
     play.cards = None
-    if play.node.telemetry.asked_at is not None:
-        play.sweep(card())
+    play.sweep(*(cards or (card(),)), after=1.0)
     if after is After.STOP:
         play.ask(Op.STOP)
     play.see(Exited("a", 1, 1, None)).see(Swept("a", 1), after=0.1)
@@ -362,7 +365,7 @@ def test_memory_that_comes_back_a_moment_later() -> None:
 
 @pytest.mark.parametrize("reading", [holds(card(), mine(3)), replace(card(), used_bytes=513 << 20)])
 def test_memory_that_stays_is_told_and_waited_for_no_longer(reading: GpuReading) -> None:
-    play = stopping()
+    play = stopping(holds(card(), mine(70)))
     gone_at = play.now
     play.sweep(reading, after=0.1)
     play.see(Due(What.CLOCK), at=gone_at + MEMORY_BACK_S - 0.001).is_(State.STOPPING)
@@ -374,6 +377,48 @@ def test_memory_that_stays_is_told_and_waited_for_no_longer(reading: GpuReading)
     assert "MiB of" in record.message
 
 
+def unlisted(gib: float, *processes: GpuProcess) -> GpuReading:
+    """So much of it is in use, and only these processes are told."""
+    return replace(card(), used_bytes=int(gib * GIB), free_bytes=int((80 - gib) * GIB), processes=processes)
+
+
+@pytest.mark.parametrize(
+    ("last", "now"),
+    [
+        (unlisted(70), unlisted(30)),
+        (unlisted(70), unlisted(70)),
+        (unlisted(40, mine(36)), unlisted(30)),
+        (unlisted(70, GpuProcess(4711, None, "", "a", 1)), unlisted(30)),
+    ],
+    ids=["nobody is listed", "nobody is listed, and nothing came back", "a tenant hides", "no figures"],
+)
+def test_what_may_be_somebody_elses_is_never_waited_for(last: GpuReading, now: GpuReading) -> None:
+    """A40: in a container a neighbour is not listed; what it took since the launch is no rest of ours."""
+    play = stopping(last).sweep(now, after=0.1).is_(State.BACKOFF)
+    assert "gpu_memory_stays" not in [record.kind for record in play.told]
+
+
+def test_what_a_listed_neighbour_took_meanwhile_is_no_rest() -> None:
+    stopping(holds(card(), mine(36))).sweep(holds(card(), foreign(40)), after=0.1).is_(State.BACKOFF)
+
+
+def test_what_it_left_is_told_from_what_was_there_at_the_last_look() -> None:
+    """Not before the launch: the driver and small contexts take more by and by."""
+    play = stopping(unlisted(40.4, mine(40)))
+    play.sweep(unlisted(0.8), after=0.1).is_(State.BACKOFF)
+    play = stopping(unlisted(40.4, mine(40)))
+    play.sweep(unlisted(1.0), after=0.1).is_(State.STOPPING)
+
+
+def test_a_process_that_went_before_the_others_leaves_its_last_look() -> None:
+    """A worker dies, the engine notices seconds later: meanwhile its memory is nobody's, and has to come back."""
+    play = launching(engine_spec(gpus=("GPU-0",), drain_timeout_s=0)).up().sweep(holds(card(), mine(70)), after=1.0)
+    play.sweep(unlisted(70), after=1.0)
+    play.see(Exited("a", 1, 1, None)).see(Swept("a", 1), after=0.1)
+    play.sweep(unlisted(70), after=0.1).is_(State.STOPPING)
+    play.sweep(card(), after=0.1).is_(State.BACKOFF)
+
+
 def test_a_gpu_whose_memory_nobody_can_read_keeps_nobody() -> None:
     play = stopping()
     play.sweep(replace(card(), used_bytes=None, processes=None), after=0.1).is_(State.BACKOFF)
@@ -383,7 +428,7 @@ def test_a_gpu_whose_memory_nobody_can_read_keeps_nobody() -> None:
 
 def test_memory_that_nobody_sees_is_waited_for_two_seconds() -> None:
     play = stopping()
-    play.see(Due(What.CLOCK)).see(Due(What.CLOCK), after=5.0).is_(State.STOPPING)
+    play.see(Due(What.CLOCK)).see(Due(What.CLOCK), after=5.0).see(Due(What.CLOCK), after=1.0).is_(State.STOPPING)
     assert telemetry.blind(play.node)
     play.see(Due(What.CLOCK), after=MEMORY_BLIND_S - 0.001).is_(State.STOPPING)
     play.see(Due(What.CLOCK), after=0.001).is_(State.BACKOFF)
@@ -433,13 +478,18 @@ def test_what_no_process_accounts_for() -> None:
 
 
 @pytest.mark.parametrize(("more", "stays"), [(512 << 20, False), ((512 << 20) + 1, True)])
-def test_more_of_no_process_than_before_the_launch(*, more: int, stays: bool) -> None:
+def test_more_of_no_process_than_at_the_last_look(*, more: int, stays: bool) -> None:
     engine = Engine(
-        spec=engine_spec(gpus=("GPU-a",)), plan_id="p", devices=("GPU-a",), strange_bytes={"GPU-a": 100 << 20}
+        spec=engine_spec(gpus=("GPU-a",)),
+        plan_id="p",
+        devices=("GPU-a",),
+        placed=True,
+        strange_bytes={"GPU-a": 100 << 20},
     )
     gpus = {"GPU-a": replace(A, reading=replace(card("GPU-a"), used_bytes=(100 << 20) + more))}
     assert (held(gpus, engine) is not None) is stays
     assert held(gpus, replace(engine, strange_bytes={})) is None
+    assert held(gpus, replace(engine, placed=False)) is None, "its processes were never listed"
 
 
 def test_what_is_held_in_words() -> None:
@@ -454,4 +504,4 @@ def test_what_is_held_in_words() -> None:
 
 
 def test_the_constants() -> None:
-    assert (gpu_inventory.STRANGE_MAX, gpu_inventory.CLAIM_DEFAULT) == (512 << 20, 0.9)
+    assert gpu_inventory.STRANGE_MAX == 512 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from supervisord.core import durable, gpus, telemetry
+from supervisord.core import durable, gpu_faults, gpus, telemetry
 from supervisord.core.gpu_samples import GpuProcess, GpuReading, GpuSweep
 from supervisord.core.messages import (
     Booted,
@@ -98,7 +98,7 @@ def test_a_gpu_without_a_name_is_passed_over() -> None:
 # --- lost -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gone", [None, replace(GOOD0, error=15), GpuReading("GPU-0", "", 0, error=999)])
+@pytest.mark.parametrize("gone", [None, replace(GOOD0, error=15), GpuReading("GPU-0", "", 0, error=16)])
 def test_lost_is_what_does_not_answer_for_two_seconds(gone: GpuReading | None) -> None:
     play = serving()
     rest = (GOOD1,) if gone is None else (gone, GOOD1)
@@ -233,12 +233,35 @@ def test_rows_to_be_remapped_are_told_once() -> None:
     assert play.gpu().reasons == ()
 
 
-def test_uncorrectable_errors_are_told_once() -> None:
-    play = serving().sweep(replace(GOOD0, ecc_uncorrected=0), GOOD1, after=40.0).says()
-    play.sweep(replace(GOOD0, ecc_uncorrected=2), GOOD1, after=40.0)
-    assert "2 uncorrectable memory errors" in play.record("gpu_degraded").message
+def ecc(count: int | None) -> tuple[GpuReading, GpuReading]:
+    return replace(GOOD0, ecc_uncorrected=count), GOOD1
+
+
+def test_uncorrectable_errors_are_told_when_they_come() -> None:
+    play = serving().sweep(*ecc(0), after=40.0).says()
+    play.sweep(*ecc(2), after=40.0)
+    assert "went from 0 to 2" in play.record("gpu_degraded").message
     assert play.record("gpu_degraded").reason == "gpu_ecc"
-    play.sweep(replace(GOOD0, ecc_uncorrected=3), GOOD1, after=40.0).says()
+    play.sweep(*ecc(None), after=1.0).says()
+    assert [reason.code for reason in play.gpu().reasons] == ["gpu_ecc"], "a fast sweep does not look"
+    play.sweep(*ecc(2), after=40.0).says()
+    play.sweep(*ecc(3), after=40.0).says()
+    assert "went from 2 to 3" in play.gpu().reasons[0].message
+    play.sweep(*ecc(0), after=40.0).says("gpu_recovered")
+
+
+def test_old_errors_are_no_eternal_alarm() -> None:
+    """The counter goes back to zero when the driver is loaded, which may be in a year."""
+    play = serving().sweep(*ecc(5), after=40.0).says()
+    play.sweep(*ecc(5), after=40.0).says()
+    assert play.gpu().reasons == ()
+
+
+def test_an_operator_ends_the_alarm() -> None:
+    play = serving().sweep(*ecc(0), after=40.0).sweep(*ecc(2), after=40.0).says("gpu_degraded")
+    play.see(GpuRequested(9, GpuOp.CLEAR, "GPU-0", "uid 0")).sweep(*ecc(2), after=1.0).says("gpu_recovered")
+    play.sweep(*ecc(2), after=40.0).says()
+    play.sweep(*ecc(3), after=40.0).says("gpu_degraded")
 
 
 # --- Xids -------------------------------------------------------------------------------------------------------------
@@ -276,9 +299,9 @@ def test_what_is_no_hardware_fault_is_told(number: int) -> None:
 
 def test_two_sources_tell_of_one() -> None:
     play = xid(serving(), 31).says("xid")
-    xid(play, 31, "GPU-0", after=gpus.XID_AGAIN_S).says()
+    xid(play, 31, "GPU-0", after=gpu_faults.AGAIN_S).says()
     assert play.gpu().xids == {"31": 1}
-    xid(play, 31, after=0.001).says("xid")
+    xid(play, 31, after=0.001).says()
     assert play.gpu().xids == {"31": 2}
     xid(play, 13).says("xid")
 
@@ -400,6 +423,7 @@ def test_a_quarantine_survives_the_daemon() -> None:
 
 def test_processes_on_another_gpu_than_given() -> None:
     play = launching(engine_spec(gpus=ON0), engine_spec("b", gpus=("GPU-1",), autostart=False)).spawn()
+    play.sweep(GOOD0, holds(GOOD1, mine(1)), after=1.0).is_(State.STARTING).says()
     play.sweep(GOOD0, holds(GOOD1, mine(1)), after=1.0)
     play.is_(State.STOPPING).says("verdict", "killing")
     assert play.record("verdict").reason == "wrong_gpu"
@@ -412,15 +436,24 @@ def test_processes_on_another_gpu_than_given() -> None:
 def test_that_costs_budget_whatever_ended_it_before() -> None:
     play = launching(engine_spec(gpus=ON0), engine_spec("b", gpus=("GPU-1",), autostart=False)).spawn()
     play.change(last_exit=LastExit(ExitClass.RESOURCE, 1, None, play.now, 0, "memory held"))
-    play.sweep(GOOD0, holds(GOOD1, mine(1)), after=1.0).see(Swept("a", 1)).sweep(GOOD0, GOOD1)
+    play.sweep(GOOD0, holds(GOOD1, mine(1)), after=1.0).sweep(GOOD0, holds(GOOD1, mine(1)), after=1.0)
+    play.see(Swept("a", 1)).sweep(GOOD0, GOOD1)
     play.is_(State.BACKOFF)
     assert len(play.engine().restart_times) == 1
+
+
+def test_one_look_at_another_gpu_is_not_enough() -> None:
+    play = launching(engine_spec(gpus=ON0), engine_spec("b", gpus=("GPU-1",), autostart=False)).spawn()
+    for _ in range(3):
+        play.sweep(GOOD0, holds(GOOD1, mine(1)), after=1.0).sweep(holds(GOOD0, mine(1)), GOOD1, after=1.0)
+    play.sweep(GOOD0, GOOD1, holds(card("GPU-2"), mine(1)), after=1.0).is_(State.STARTING)
 
 
 @pytest.mark.parametrize("stranger", [mine(1, "a", 9), mine(1, "b", 1), foreign(1)])
 def test_others_there_are_no_evidence(stranger: GpuProcess) -> None:
     play = launching(engine_spec(gpus=ON0), engine_spec("b", gpus=("GPU-1",), autostart=False)).spawn()
-    play.sweep(GOOD0, holds(GOOD1, stranger), after=1.0).is_(State.STARTING)
+    play.sweep(GOOD0, holds(GOOD1, stranger), after=1.0).sweep(GOOD0, holds(GOOD1, stranger), after=1.0)
+    play.is_(State.STARTING)
 
 
 def test_placed_when_seen_on_every_one_of_its_gpus() -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from supervisord.core import telemetry
 from supervisord.core.lifecycle import MEMORY_BACK_S
 from supervisord.core.messages import (
     Due,
@@ -199,6 +200,7 @@ class NodeMachine(RuleBasedStateMachine):
         what=st.sampled_from(
             (
                 *("hangs", "stuck", "lets go", "ends", "no driver", "lost", "other lost", "broken", "astray", "silent"),
+                *("failing", "all failing"),
                 *("persistence", "well", "well"),
             )
         ),
@@ -221,6 +223,8 @@ class NodeMachine(RuleBasedStateMachine):
             "lost": {"lost": frozenset({"GPU-0"})},
             "other lost": {"lost": frozenset({"GPU-1"})},
             "broken": {"broken": frozenset({"GPU-0"})},
+            "failing": {"failing": frozenset({"GPU-0"})},
+            "all failing": {"failing": frozenset({"GPU-0", "GPU-1"})},
             "astray": {"astray": True},
             "silent": {"silent": True},
             "persistence": {"persistence": False},
@@ -329,8 +333,11 @@ def starts(world: World) -> None:
     for source in world.busy_sources():
         while world.sources[source]:
             world.deliver(source)
-    for uuid in world.cards:
-        world.gpu_request(GpuOp.CLEAR, uuid)
+    for _ in range(2):
+        for uuid in world.cards:
+            world.gpu_request(GpuOp.CLEAR, uuid)
+        # What the driver said of a GPU before it was seen is held against it then.
+        world.be_fair(lambda w: not w.node.unseen_gpus or telemetry.off(w.node), 2 * telemetry.RETRY_MAX_S)
     for name in world.spec.engines:
         world.request(Requested(0, Op.RESET, name, "uid 1000"))
         world.request(Requested(0, Op.START, name, "uid 1000"))

@@ -199,8 +199,8 @@ MUTANTS: Final = (
     mutant(
         "a quarantine is overlooked",
         "gpu_inventory",
-        "        if gpu.quarantine is not None:\n            text",
-        "        if False:\n            text",
+        "    if quarantine is not None and quarantine.quarantine is not None:",
+        "    if False and quarantine is not None and quarantine.quarantine is not None:",
         "no_launch_on_a_gpu_that_must_not_be_used",
     ),
     mutant(
@@ -247,8 +247,15 @@ MUTANTS: Final = (
         "what_nobody_sees_hurts_nobody",
     ),
     mutant(
-        "a fault stops every engine",
+        "a GPU whose calls fail is lost",
         "gpus",
+        "if new.error is not None and new.error not in LOST:",
+        "if False:",
+        "what_nobody_sees_hurts_nobody",
+    ),
+    mutant(
+        "a fault stops every engine",
+        "gpu_faults",
         "        if ended or gpu.uuid not in",
         "        if ended or gpu.uuid in",
         "ends_only_on_evidence",

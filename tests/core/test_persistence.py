@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -13,16 +14,20 @@ from supervisord.core.messages import (
     Booted,
     Due,
     GpuHelperEnded,
+    GpuOp,
+    GpuRequested,
     KillGpuHelper,
     PersistenceSet,
     Reconfigured,
     SetPersistence,
     Severity,
     What,
+    XidSeen,
 )
 from supervisord.core.model import Gpu, Persistence
-from supervisord.core.persistence import HELD_FOR_S, REVERTED_MAX, wanted
+from supervisord.core.persistence import HELD_FOR_S, RETRY_S, REVERTED_MAX, wanted
 from supervisord.core.spec import GpuSpec
+from supervisord.core.telemetry import ABANDON_S
 from tests.core.play import Play, card, engine_spec, foreign, new_node, node_spec, plan_ids
 
 H200 = Gpu("GPU-0", pci_id="0000:1b:00.0", name="NVIDIA H200", generation="hopper", kind="datacenter")
@@ -162,13 +167,56 @@ def test_processes_do_not_matter_for_on() -> None:
     assert sets(seen(replace(OFF, processes=(foreign(),)))) != []
 
 
-@pytest.mark.parametrize(("error", "why"), [(4, "it needs root"), (3, "NVML code 3")])
+@pytest.mark.parametrize(
+    ("error", "why"), [(4, "it needs root"), (3, "this GPU does not support it"), (999, "NVML code 999")]
+)
 def test_refused(error: int, why: str) -> None:
     play = done(seen(OFF), error=error)
     assert f"cannot set persistence mode to on: {why}" in play.record("persistence_drift").message
     play.sweep(OFF, after=5.0).says()
     assert sets(play) == []
     assert state(play).told == f"refused ({why})"
+
+
+@pytest.mark.parametrize("error", [4, 3])
+def test_some_refusals_are_final(error: int) -> None:
+    play = done(seen(OFF), error=error)
+    for _ in range(10):
+        play.sweep(OFF, after=RETRY_S).says()
+        assert sets(play) == []
+
+
+def test_other_failures_are_tried_again_three_times_an_hour() -> None:
+    play = done(seen(OFF), error=999).says("persistence_drift")
+    tries = []
+    for _ in range(2 * int(HELD_FOR_S) // 60):
+        play.sweep(OFF, after=60.0)
+        if sets(play):
+            tries.append(play.now)
+            done(play, error=999).says()
+    assert len(tries) == 2 * REVERTED_MAX
+    assert min(later - one for one, later in pairwise(tries)) >= RETRY_S
+    done(play.sweep(OFF, after=RETRY_S)).says("persistence_set")
+    play.sweep(ON, after=1.0).says()
+    assert state(play).told == ""
+
+
+def test_another_failure_is_told() -> None:
+    play = done(seen(OFF), error=999).sweep(OFF, after=RETRY_S)
+    done(play, error=4).says("persistence_drift")
+    play.sweep(OFF, after=RETRY_S).says()
+    assert sets(play) == []
+
+
+def test_a_gpu_that_waits_for_a_reset_is_left_alone() -> None:
+    """A42: persistence mode on blocks a reset; an operator who switches it off for one is not reverted."""
+    play = seen(ON).see(XidSeen(1000.0, "GPU-0", 119, "nvml"))
+    play.sweep(OFF, after=1.0).says("persistence_drift")
+    assert "it is quarantined" in play.record("persistence_drift").message
+    assert sets(play) == []
+    play.sweep(OFF, after=60.0).says()
+    play.see(GpuRequested(5, GpuOp.CLEAR, "GPU-0", "uid 0")).sweep(OFF, after=1.0)
+    assert len(sets(play)) == 1
 
 
 def test_a_changed_policy_tries_again() -> None:
@@ -191,16 +239,39 @@ def test_three_that_are_undone_are_a_conflict() -> None:
     assert "nvidia-persistenced" in state(play).told
 
 
-def test_one_that_is_never_answered_is_not_asked_for_again() -> None:
-    """The driver hangs in it: the next probe would hang as well, and so on for ever."""
-    play = seen(OFF)
-    play.see(Due(What.POLL), after=5.0).see(Due(What.CLOCK), after=5.0)
-    assert KillGpuHelper(1) in play.actions
+def test_one_that_is_never_answered_is_tried_again_later() -> None:
+    """Not at once: the driver hangs in it, and the next probe would hang as well."""
+    play = hanging()
     play.see(GpuHelperEnded(1, "killed")).see(Due(What.CLOCK), after=5.0)
     play.sweep(OFF)
     assert sets(play) == []
     assert "the driver never answered" in play.record("persistence_drift").message
+    failed_at = play.now
     play.sweep(OFF, after=5.0).says()
+    play.sweep(OFF, after=failed_at + RETRY_S - play.now - 0.001).says()
+    assert sets(play) == []
+    play.sweep(OFF, after=0.001).says()
+    assert sets(play) == [SetPersistence(2, "GPU-0", on=True)]
+
+
+def test_it_is_not_while_the_probe_that_tried_it_sits_in_the_kernel() -> None:
+    """A second one that hangs there would be the last: all GPUs would be lost from sight."""
+    play = hanging().see(Due(What.CLOCK), after=ABANDON_S)
+    assert play.node.telemetry.stuck == 1
+    for _ in range(3):
+        play.sweep(OFF, after=RETRY_S)
+        assert sets(play) == []
+    play.see(GpuHelperEnded(1, "killed")).sweep(OFF, after=1.0)
+    assert len(sets(play)) == 1
+
+
+def hanging() -> Play:
+    """The sweep after a set is not answered in time."""
+    play = seen(OFF)
+    play.see(Due(What.POLL), after=5.0)
+    while KillGpuHelper(1) not in play.actions:
+        play.wake()
+    return play
 
 
 def test_one_that_was_never_answered_but_is_right_now() -> None:

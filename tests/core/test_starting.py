@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from supervisord.core.gpu_samples import GpuReading
 from supervisord.core.messages import (
     Abandon,
     Due,
@@ -42,7 +43,22 @@ from supervisord.core.model import (
     Warming,
     Warmup,
 )
-from tests.core.play import BAD, GOOD, T0, Play, engine_spec, launching, process, ready, starting, stopped, warming
+from tests.core.play import (
+    BAD,
+    GOOD,
+    T0,
+    Play,
+    card,
+    engine_spec,
+    holds,
+    launching,
+    mine,
+    process,
+    ready,
+    starting,
+    stopped,
+    warming,
+)
 
 MIB = 1024 * 1024
 
@@ -170,6 +186,27 @@ def test_memory_that_shrinks_and_grows_back_is_no_progress() -> None:
     play.now += 100.0
     progress(play, 10, 19, 10)
     assert play.phase(Starting).progress_at == T0 + 100.0
+
+
+def test_gpu_memory_that_grows_is_progress() -> None:
+    """Weights may come from the page cache, so that not a byte is read, and no memory of the host is taken."""
+
+    def holding(mib: float) -> GpuReading:
+        return holds(card(), mine(mib / 1024))
+
+    play = starting(gpus=("GPU-0",), start_timeout_s=100.0)
+    began = play.now
+    play.sweep(holding(500), after=10.0)
+    assert play.phase(Starting).progress_at == began, "the first look is no progress"
+    play.sweep(holding(500.9), after=10.0)
+    assert play.phase(Starting).progress_at == began
+    play.sweep(holding(501), after=10.0)
+    assert play.phase(Starting).progress_at == play.now
+    grown_at = play.now
+    play.sweep(holding(100), after=10.0).sweep(holding(501), after=10.0)
+    assert play.phase(Starting).progress_at == grown_at, "what shrinks and grows back"
+    play.sweep(card(), after=10.0).sweep(replace(card(), processes=None, used_bytes=None), after=10.0)
+    assert play.phase(Starting).progress_at == grown_at
 
 
 def test_progress_is_of_no_interest_later() -> None:

@@ -117,9 +117,17 @@ def test_a_gpu_fault_and_its_remedy() -> None:
 @pytest.mark.parametrize(
     ("name", "now", "do"),
     [
-        ("memory-held", "", "end what holds the memory; it goes on by itself"),
-        ("memory-stays", "pid 4711 (engine qwen) holds 70.0 GiB", "end what holds the memory; it goes on by itself"),
-        ("gpu-released", "NVML is closed by an operator", "look at: vllm-supervisor gpu, and nvidia-smi"),
+        (
+            "memory-held",
+            "",
+            "end what holds the memory, or lower gpu-memory-utilization and reload; it goes on by itself",
+        ),
+        (
+            "memory-stays",
+            "pid 4711 (engine qwen) holds 70.0 GiB",
+            "end what holds the memory, or lower gpu-memory-utilization and reload; it goes on by itself",
+        ),
+        ("gpu-released", "NVML is closed for 10 min by an operator", "what NOW says (more in: nvidia-smi, dmesg)"),
     ],
 )
 def test_the_gates_of_gpus_in_words(name: str, now: str, do: str) -> None:

@@ -55,7 +55,8 @@ def hang(play: Play, patience_s: float = telemetry.SWEEP_DEADLINE_S) -> Play:
     """The outstanding sweep, or the next one, is not answered."""
     if play.node.telemetry.asked_at is None:
         ask(play)
-    return play.see(Due(What.CLOCK), after=patience_s)
+    play.see(Due(What.CLOCK), after=patience_s)
+    return play.see(Due(What.CLOCK), after=telemetry.GRACE_S)
 
 
 def ended(play: Play, helper: int | None = None, *, after: float = 0.1) -> Play:
@@ -160,6 +161,9 @@ def test_a_sweep_that_is_not_answered_in_time(*, first: bool) -> None:
     patience_s = telemetry.FIRST_DEADLINE_S if first else telemetry.SWEEP_DEADLINE_S
     asked_at = play.now
     assert play.wakeup is not None
+    patience_s += telemetry.GRACE_S
+    play.see(Due(What.CLOCK), at=asked_at + patience_s - telemetry.GRACE_S)
+    assert play.wakeup == asked_at + patience_s
     play.see(Due(What.CLOCK), at=asked_at + patience_s - 0.001)
     assert KillGpuHelper(1) not in play.actions
     play.see(Due(What.CLOCK), at=asked_at + patience_s)
@@ -193,7 +197,8 @@ def test_two_that_fail_in_a_row_are_told_once_and_an_answer_too() -> None:
     ended(hang(play, telemetry.FIRST_DEADLINE_S)).says("gpu_telemetry_unresponsive")
     assert play.record("gpu_telemetry_unresponsive").severity is Severity.CRITICAL
     play.see(Due(What.CLOCK), after=10.0)
-    ended(hang(play, telemetry.FIRST_DEADLINE_S)).says()
+    hang(play, telemetry.FIRST_DEADLINE_S).says()
+    ended(play).says()
     play.see(Due(What.CLOCK), after=20.0)
     play.sweep(card())
     assert "gpu_telemetry_answers" in [record.kind for record in play.told]
@@ -205,6 +210,41 @@ def test_a_probe_that_ends_by_itself() -> None:
     assert "another one is started in 5 s" in play.record("gpu_probe_ended").message
     play.see(Due(What.CLOCK), after=4.999).see(Due(What.CLOCK), after=0.001)
     assert StartGpuHelper(2) in play.actions
+
+
+def test_a_probe_that_cannot_work_is_told_once() -> None:
+    """It is tried again every five minutes, which nobody wants to read of."""
+    play = looked()
+    for _ in range(50):
+        ended(play)
+        play.see(Due(What.CLOCK), at=play.node.telemetry.next_at)
+    kinds = [record.kind for record in play.told if record.severity.value <= Severity.WARNING.value]
+    assert kinds == ["gpu_probe_ended", "gpu_probe_ended", "gpu_telemetry_unresponsive"]
+
+
+def test_an_answer_that_lies_in_the_inbox_is_heard_first() -> None:
+    """The daemon itself was stopped for a while: its clock is due before it has taken in what came meanwhile."""
+    play = ask(looked())
+    asked = play.node.telemetry
+    play.see(Due(What.CLOCK), after=60.0)
+    assert not any(isinstance(action, KillGpuHelper) for action in play.actions)
+    assert play.wakeup == play.now + telemetry.GRACE_S
+    play.see(GpusSwept(1, asked.number, GpuSweep(play.now - 59.9, (card(),))))
+    play.see(Due(What.CLOCK), after=telemetry.GRACE_S)
+    assert telemetry.trouble(play.node) is None
+    ask(play)
+    assert play.node.telemetry.late_until is None, "each question has its own deadline"
+
+
+def test_each_abandoned_in_turn_is_unresponsive_too() -> None:
+    """Calls that take 45 s: the first one ends before the second is given up, so two are never stuck at once."""
+    play = hang(looked())
+    play.see(Due(What.CLOCK), after=telemetry.ABANDON_S)
+    ended(play, 1)
+    hang(play, telemetry.FIRST_DEADLINE_S)
+    play.see(Due(What.CLOCK), after=telemetry.ABANDON_S)
+    assert play.node.telemetry.unresponsive
+    assert "2 probes in a row failed, and the last one cannot" in play.record("gpu_telemetry_unresponsive").message
 
 
 def test_two_are_abandoned_and_no_third_is_started() -> None:
@@ -353,6 +393,15 @@ def test_nothing_is_hurried_while_all_is_well() -> None:
     play.change(placed=True)
     play.sweep(card(), after=5.0)
     assert play.node.telemetry.next_at is None, "the next poll"
+
+
+def test_who_begins_to_wait_for_a_gpu_is_not_left_until_the_next_poll() -> None:
+    play = launching(engine_spec(autostart=False, gpus=GPU))
+    play.cards = None
+    play.sweep(problem=18)
+    assert play.node.telemetry.next_at is None
+    play.ask(Op.START).is_(State.WAITING)
+    assert play.wakeup == play.now + telemetry.HURRY_S
 
 
 def test_the_clock_is_needed_for_what_is_outstanding() -> None:

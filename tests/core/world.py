@@ -177,6 +177,8 @@ class Board:
 
     problem: int | None = None
     lost: frozenset[str] = frozenset()
+    failing: frozenset[str] = frozenset()
+    """Calls for these fail with a code that blames nobody."""
     broken: frozenset[str] = frozenset()
     """The driver asks for a reset."""
     astray: bool = False
@@ -419,6 +421,8 @@ class World:
         )
         if self.board.silent:
             reading = replace(reading, processes=None)
+        if uuid in self.board.failing:
+            return GpuReading(uuid, reading.pci_id, index, error=999)
         return replace(reading, recovery_action=1 if uuid in self.board.broken else 0)
 
     def xid(self, uuid: str, number: int | None) -> None:

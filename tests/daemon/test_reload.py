@@ -70,12 +70,12 @@ def test_only_what_changed_is_restarted(tmp_path: Path) -> None:
         daemon.configure(section(*sims.values(), new))
         said = daemon.request("reload", "--wait").splitlines()
         for words in (
-            "args its launch plan changed: it is restarted",
-            "settings its settings changed: applied without a restart",
-            "removed is no longer configured: it is stopped and forgotten",
-            "new is new",
-            "drained its launch plan changed: used at the next start",
-            "off its launch plan changed: used at the next start",
+            "args: its launch plan changed: it is restarted",
+            "settings: its settings changed: applied without a restart",
+            "removed: is no longer configured: it is stopped and forgotten",
+            "new: is new",
+            "drained: its launch plan changed: used at the next start",
+            "off: its launch plan changed: used at the next start",
         ):
             assert words in said
         assert not [line for line in said if line.startswith("same")]

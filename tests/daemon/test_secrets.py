@@ -75,7 +75,7 @@ def test_secrets_reach_the_engine_only(tmp_path: Path) -> None:
                 daemon.kill()
             key_file.write_text(key, encoding="utf-8")
             if number == 1:
-                assert "a its launch plan changed: it is restarted" in daemon.request("reload", "--wait")
+                assert "a: its launch plan changed: it is restarted" in daemon.request("reload", "--wait")
             else:
                 daemon.start()
             ready = daemon.wait_state("a", "ready", generation=generation + number)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from supervisord import effects as module
+from supervisord.core.gpu_samples import GpuPlace
 from supervisord.core.messages import (
     Adopt,
     Exited,
@@ -42,6 +43,7 @@ TOKEN = "hf_QmFzZTY0IGlzIG5vdCBlbmNyeXB0aW9u"
 
 
 HOST_BYTES = 1 << 30
+DEAD = GpuPlace("GPU-9", "0000:99:00.0", 9)
 
 
 class FakeLauncher:
@@ -83,8 +85,8 @@ class FakeGpuProbe:
     def kill(self, helper: int) -> None:
         self.asked.append(("kill", helper))
 
-    def sweep(self, helper: int, number: int, *, slow: bool) -> None:
-        self.asked.append(("sweep", helper, number, slow))
+    def sweep(self, helper: int, number: int, *, slow: bool, avoid: tuple[GpuPlace, ...]) -> None:
+        self.asked.append(("sweep", helper, number, slow, avoid))
 
     def set_persistence(self, helper: int, uuid: str, *, on: bool) -> None:
         self.asked.append(("persistence", helper, uuid, on))
@@ -242,14 +244,14 @@ def test_host_memory_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_probe_is_asked_what_was_decided(bench: Bench) -> None:
     for action in (
         StartGpuHelper(2),
-        SweepGpus(2, 7, slow=True),
+        SweepGpus(2, 7, slow=True, avoid=(DEAD,)),
         SetPersistence(2, "GPU-0", on=False),
         KillGpuHelper(2),
     ):
         bench.effects.perform(action, bench.node)
     assert bench.gpus.asked == [
         ("start", 2),
-        ("sweep", 2, 7, True),
+        ("sweep", 2, 7, True, (DEAD,)),
         ("persistence", 2, "GPU-0", False),
         ("kill", 2),
     ]

@@ -13,8 +13,8 @@ from supervisord.core.spec import EngineSpec
 from supervisord.core.watch import Point, Watch
 
 GARBAGE_TIMES: Final = 3
-PASSING: Final = frozenset({"gpu_first_look", "gpu_probe_hangs"})
-"""Why nothing is known of GPUs for a moment."""
+PASSING: Final = frozenset({"gpu_first_look", "gpu_probe_hangs", "gpu_released"})
+"""Why nothing is known of GPUs for a moment, or because somebody wanted it so."""
 IDLE_FOR_S: Final = 60.0
 REQUESTS_MIN: Final = 10
 """A percentile of fewer requests is an anecdote."""
@@ -57,9 +57,10 @@ def idle_gpus(watch: Watch, spec: EngineSpec, now: float) -> Finding | None:
 
 def of_gpus(gpus: Sequence[Gpu], trouble: Reason | None) -> Iterator[Finding]:
     """What is wrong with the GPUs of an engine, or why nobody knows."""
-    if trouble is not None and trouble.code not in PASSING:
-        yield Finding(trouble, Remedy.TELL, {})
     told = set()
+    if trouble is not None and trouble.code not in PASSING:
+        told.add(trouble.code)
+        yield Finding(trouble, Remedy.TELL, {})
     for gpu in gpus:
         for reason in gpu.reasons:
             if reason.code not in told:
