@@ -49,6 +49,7 @@ from supervisord.loop import Board, Inbox, Loop
 from supervisord.planning import Planner
 from supervisord.schedule import Schedule
 from supervisord.state import StateFile
+from supervisord.systemd import journal as journald
 from supervisord.systemd.kmsg import Kmsg
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
@@ -95,7 +96,7 @@ def run(config_path: Path) -> int:
         _say(str(error))
         return EXIT_CANNOT
     with lock:
-        journal = Journal()
+        journal = Journal(sink=journald.connect(sys.stderr, os.environ))
         history = History(state_dir, lambda text: journal.tell("history", text, Severity.WARNING))
         voice = Voice(journal, history)
         for warning in loaded.warnings:
@@ -377,7 +378,9 @@ class Daemon:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    """Say why there will be no daemon, and so no log; to journald as an error (sd-daemon(3))."""
+    mark = "<3>" if journald.is_stream(sys.stderr, os.environ) else ""
+    sys.stderr.writelines(f"{mark}{line}\n" for line in text.split("\n"))
 
 
 def _windows(spec: NodeSpec) -> dict[str, str]:

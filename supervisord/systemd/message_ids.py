@@ -1,0 +1,65 @@
+"""The id of each kind of event in the journal (MESSAGE_ID, and the entry of the message catalog).
+
+An id never changes and is never used again; a new kind gets the output of `systemd-id128 new`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+MESSAGE_IDS: Final[Mapping[str, str]] = {
+    "adopted": "7f7079163e754c9b836bd71b89f6799c",
+    "answering": "5405facd83ed4d37bcbcc12ed657ec74",
+    "bug": "f1963df88c8645269d09eae2db1dabb6",
+    "canary_impossible": "0d13b822f61744e789839c00668259a8",
+    "cannot_listen": "b29d7261f59140f58dc08bcc8c790efe",
+    "cannot_use_state_dir": "6ebcbfb5aa254e238d15ee9df02e3e25",
+    "config_warning": "1e2de2c1c4d7417a8e3505c5456002b3",
+    "daemon_ended": "f6e81e3916f14fb087dc7e5ddb8bf615",
+    "daemon_ending": "f2d41e3201f2477886ad3ee1b5f3df27",
+    "daemon_started": "6476bf9b04014a6985e3a404a581ed60",
+    "degraded": "3ccfc494516d492498ffe58c2b615eb5",
+    "drain_timeout": "a3b9aa2dadbc403ba99e7d44297f73b6",
+    "draining": "11611d3a410042d3bd41170f6a705b5f",
+    "exited": "b83216036c744f348c7da57193131bf1",
+    "failed": "da05b7ae79c54e7e8252a0eb4e9533f7",
+    "free_blocks_rule": "b03b5accbbe3499ea9486653d8f61a42",
+    "gpu_cleared": "b49f2f7b61634be88fb75afaa8cd87f5",
+    "gpu_degraded": "fe0fb3feda2d4a67918656e728bd2b77",
+    "gpu_driver_ready": "5ca4729d46ac401f9ea2411bbafb3e03",
+    "gpu_driver_trouble": "1601301b83c0436887aad693be83a8c5",
+    "gpu_memory_stays": "fc664866b0b54a569f5888100ee95be7",
+    "gpu_probe_ended": "c99a015a4c93422394d5be0dc64350c8",
+    "gpu_probe_hangs": "1bb40bf52df4484c91a518203c21b28d",
+    "gpu_quarantined": "a2531c67c7cb4ac68ecc7bec0e4ac6dc",
+    "gpu_recovered": "889cdfdcbd3a4d0784568e6d2fbe065c",
+    "gpu_released": "12460d56830d41f0a4f78d1d99ac38f6",
+    "gpu_telemetry_answers": "898b1204387b47eaa3246039d13a2879",
+    "gpu_telemetry_unresponsive": "c96b622dc6cf4140986c5b710eca9c8c",
+    "history": "e720e29c1b244858b6b51d65e99584eb",
+    "history_lost": "ebc8cf947f424afc8125aa3d97baeb60",
+    "killing": "b704053317fe46a2b9fe0fa8b6e7511c",
+    "kmsg": "5d514cb2693948acaac244f28d75d008",
+    "leftover": "57805074b64c4f2186dc1022d2462df8",
+    "log_lost": "377e3189100e4454ad71c31f30cb6a14",
+    "persistence_conflict": "03061c91fd0944ecad1d888c42952c46",
+    "persistence_drift": "9f3138a951734c1ea7782c06d3a512f9",
+    "persistence_set": "d6d73f4b56d34c16942caac075817f24",
+    "ready": "67d7ebac5bfb4485ba089b6276b9fa01",
+    "reconfigured": "326fda4af5eb4ee2bddcfec33ca6d1b3",
+    "recovered": "4286f9cb48c04382a1e0b01caab51333",
+    "refused": "2200395309e947d8b38f2026fa6b99d8",
+    "reload": "d39c12aba65b4a47a10b0b09d6cc161d",
+    "removed": "84151984ddf0485a80891f29944b0fe0",
+    "requested": "4ab1399f52144dc898ff6c3069104f93",
+    "restart": "79c9584ec9e24ed39db976de4a8e5d08",
+    "spawned": "f9bcbf3231974b80912cbf5d518ec983",
+    "stopped": "36d5d3a62e574243868028309e1835a3",
+    "stopping": "768a8fe430ea4ce18a28efcb72d6893b",
+    "trouble": "3ce92a312c5148afad56a92ffc8b4a81",
+    "unkillable_gone": "040e68ad2af44fc1908365f351dc9207",
+    "verdict": "cca4932e2dc04a1d9db962c9f53ebc4f",
+    "waiting": "6e4eb4f9940d489d807e5f52710bc526",
+    "xid": "dc32981968884158a2ab41b6c499d2a7",
+}
