@@ -123,14 +123,19 @@ def man() -> str:
     lines.append(".SH FILES")
     for path, text in FILES:
         lines += [".TP", f".I {roff(path)}", roff(text)]
-    lines += [".SH SEE ALSO", ".BR systemctl (1),", ".BR journalctl (1)", ".PP", roff("/usr/share/doc/vllm-supervisor/")]
+    lines += [
+        ".SH SEE ALSO",
+        ".BR systemctl (1),",
+        ".BR journalctl (1)",
+        ".PP",
+        roff("/usr/share/doc/vllm-supervisor/"),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _man_command(command: Command) -> Iterator[str]:
     shown = [f"\\fB{roff(' '.join(command.words))}\\fR"]
-    for option in command.options:
-        shown.append(f"[{_man_option(option)}]")
+    shown += [f"[{_man_option(option)}]" for option in command.options]
     for name, optional in command.positionals:
         shown.append(f"[\\fI{roff(name)}\\fR]" if optional else f"\\fI{roff(name)}\\fR")
     yield from (".SS " + " ".join(shown), roff(" ".join(command.text.split())))
@@ -162,7 +167,7 @@ _vllm_supervisor() {
   case $previous in
     @FILED@) compopt -o filenames 2>/dev/null; mapfile -t COMPREPLY < <(compgen -f -- "$current"); return ;;
     @ENGINED@) mapfile -t COMPREPLY < <(compgen -W "$(_vllm_supervisor_engines)" -- "$current"); return ;;
-    @VALUED@) return ;;
+    @OTHERS@) return ;;
   esac
   case $command in
     "") word="@COMMANDS@ --socket --version --help" ;;
@@ -181,9 +186,10 @@ def bash() -> str:
     known = commands()
     options = [option for command in known for option in command.options] + [Option(SOCKET, "PATH", "")]
 
-    def named(values: set[str] | None) -> str:
-        chosen = (option for option in options if option.value and (values is None or option.value in values))
-        return " | ".join(dict.fromkeys(name for option in chosen for name in option.names))
+    valued = [(name, option.value) for option in options if option.value for name in option.names]
+
+    def named(values: set[str]) -> str:
+        return " | ".join(dict.fromkeys(name for name, value in valued if value in values))
 
     cases = []
     for command in known:
@@ -196,7 +202,8 @@ def bash() -> str:
     text = BASH.replace("@CASES@", "\n".join(cases))
     text = text.replace("@COMMANDS@", " ".join(command.words[0] for command in known if len(command.words) == 1))
     text = text.replace("@FILED@", named(TAKES_FILE)).replace("@ENGINED@", named(TAKES_ENGINE))
-    return text.replace("@VALUED@", named(None))
+    every = {value for _, value in valued}
+    return text.replace("@OTHERS@", named(every - TAKES_FILE - TAKES_ENGINE)).replace("@VALUED@", named(every))
 
 
 ZSH = r"""#compdef vllm-supervisor

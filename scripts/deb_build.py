@@ -23,10 +23,12 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DEB: Final = ROOT / "packaging/deb"
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import cli_texts  # noqa: E402 - its folder is not on the path before
 import deb_libraries  # noqa: E402 - the same
+
+from supervisord import __version__  # noqa: E402 - the same
 
 LIB: Final = "usr/lib/vllm-supervisor"
 SHARE: Final = "usr/share/vllm-supervisor/scripts"
@@ -65,24 +67,25 @@ class Release(NamedTuple):
 
 
 def release() -> Release:
-    """Read the newest entry of the package's changelog. Raises ValueError when it is of another release than the code."""
+    """Read the newest entry of the package's changelog. Raises ValueError when it is not of the code's release."""
     text = (DEB / "changelog").read_text(encoding="utf-8")
     version = re.match(r"vllm-supervisor \((\S+)\)", text)
     date = re.search(r"^ -- .+>  (.+)$", text, re.MULTILINE)
     if version is None or date is None:
         raise ValueError("cannot read packaging/deb/changelog: dch writes its form")
-    if version[1].rpartition("-")[0] != cli_texts.__version__:
+    if version[1].rpartition("-")[0] != __version__:
         raise ValueError(
-            f"cannot build {version[1]}: the code is {cli_texts.__version__}; add an entry to packaging/deb/changelog"
+            f"cannot build {version[1]}: the code is {__version__}; add an entry to packaging/deb/changelog"
         )
     return Release(version[1], int(email.utils.parsedate_to_datetime(date[1]).timestamp()))
 
 
 def put(root: Path, name: str, content: bytes, mode: int = 0o644) -> None:
-    """Write one file of the package."""
+    """Write one file of the package. Raises FileExistsError when two sources have a file of that name."""
     place = root / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(content)
+    with place.open("xb") as file:
+        file.write(content)
     place.chmod(mode)
 
 
@@ -106,7 +109,8 @@ def fill(root: Path, architecture: str) -> None:
     lock = (ROOT / "requirements/runtime.lock").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         archives = deb_libraries.download(deb_libraries.locked(lock, machine), machine, Path(folder))
-        deb_libraries.unpack(archives, root / LIB)
+        for name, content in deb_libraries.unpacked(archives):
+            put(root, f"{LIB}/{name}", content)
 
 
 def packed(content: bytes) -> bytes:
@@ -118,7 +122,9 @@ def control(root: Path, version: str, architecture: str) -> None:
     """Write DEBIAN/: control, checksums, conffiles, maintainer scripts."""
     files = sorted(path for path in root.rglob("*") if path.is_file())
     # Of the files as they are, not of the blocks that they take on this disk.
-    size_kib = sum(-(-path.stat().st_size // 1024) for path in files) + sum(1 for path in root.rglob("*") if path.is_dir())
+    size_kib = sum(-(-path.stat().st_size // 1024) for path in files) + sum(
+        1 for path in root.rglob("*") if path.is_dir()
+    )
     text = (DEB / "control").read_text(encoding="utf-8")
     for name, value in (("VERSION", version), ("ARCHITECTURE", architecture), ("INSTALLED_SIZE", str(size_kib))):
         text = text.replace(f"@{name}@", value)

@@ -90,18 +90,10 @@ def download(libraries: list[Library], machine: str, folder: Path) -> list[Path]
     return archives
 
 
-def unpack(archives: list[Path], tree: Path) -> None:
-    """Put what Python imports, and what it asks of metadata, into one tree; licences stay beside it.
-
-    Raises ValueError when two libraries have a file of the same name.
-    """
+def unpacked(archives: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """All that Python imports, and what it asks of metadata, by its name in one tree; licences stay beside it."""
     for archive in archives:
-        for name, content in _wheel(archive) if archive.suffix == ".whl" else _source(archive):
-            place = tree / name
-            if place.exists():
-                raise ValueError(f"cannot take {name} of {archive.name}: another library has it too")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
+        yield from _wheel(archive) if archive.suffix == ".whl" else _source(archive)
 
 
 def _wheel(archive: Path) -> Iterator[tuple[str, bytes]]:
