@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -112,12 +113,40 @@ def test_every_library_of_the_lock_is_inside_and_in_the_copyright(tree: Path) ->
     assert [name for name in locked if f"/{name.replace('-', '_')}*" not in stanzas] == []
 
 
-def test_the_command_runs_from_the_tree_alone(tree: Path) -> None:
+def python_of(minor: str) -> str | None:
+    """An interpreter of this minor version, wherever it is on this machine."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for place in (
+        Path(f"/usr/bin/python{minor}"),
+        *sorted(versions.glob(f"{minor}.*/bin/python")),
+        Path(sys.executable),
+    ):
+        asked = [str(place), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        if place.exists() and subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() == minor:
+            return str(place)
+    return None
+
+
+@pytest.mark.parametrize("minor", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_the_command_runs_from_the_tree_alone(tree: Path, minor: str) -> None:
     """Isolated, as the package's command runs: without site-packages, so nothing of this environment helps."""
-    program = f"import sys; sys.path.insert(0, {str(tree / LIB)!r}); import psutil, pynvml, supervisord.app as app; "
-    program += "print(psutil.__file__, pynvml.__file__, app.__file__)"
-    done = subprocess.run([sys.executable, "-IS", "-c", program], capture_output=True, text=True, check=True)
-    assert all(path.startswith(str(tree)) for path in done.stdout.split())
+    python = python_of(minor)
+    if python is None:
+        pytest.skip(f"no Python {minor} here")
+    program = f"""import sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, {str(tree / LIB)!r})
+import psutil, pynvml, supervisord.app
+from supervisord.cli import main
+assert psutil.Process().name() and len(psutil.pids()) > 1
+print(*(module.__file__ for module in (psutil, psutil._psplatform.cext, pynvml, supervisord.app)))
+sys.exit(main(["check-config", sys.argv[1]]))"""
+    config = tree / "etc/vllm-supervisor/config.toml"
+    done = subprocess.run([python, "-IS", "-c", program, str(config)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    modules, verdict = done.stdout.splitlines()
+    assert all(path.startswith(str(tree)) for path in modules.split())
+    assert "is valid" in verdict
 
 
 def test_the_configuration_is_valid_and_so_is_its_example(tree: Path, tmp_path: Path) -> None:

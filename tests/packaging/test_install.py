@@ -18,20 +18,21 @@ from tests.packaging.conftest import build
 TOOLS = ("unshare", "dpkg", "systemd-sysusers", "py3compile", "deb-systemd-helper")
 
 
-def may_mount() -> bool:
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+NEEDED = ("python3", "systemd", "dbus", "tzdata", "init-system-helpers", "passwd")
 
 
-def dependencies_are_here() -> bool:
-    command = ["dpkg-query", "-W", "python3", "systemd", "dbus", "tzdata", "init-system-helpers", "passwd"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def succeeds(*command: str) -> bool:
+    found = shutil.which(command[0])
+    return found is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 pytestmark = [
     pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}"),
-    pytest.mark.skipif(not dependencies_are_here(), reason="this machine has not what the package depends on"),
-    pytest.mark.skipif(not may_mount(), reason="needs root that may mount"),
+    pytest.mark.skipif(not succeeds("dpkg-query", "-W", *NEEDED), reason=f"needs {', '.join(NEEDED)} installed"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not succeeds("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
+        reason="needs root that may mount",
+    ),
 ]
 
 INSIDE = """set -e
