@@ -1,8 +1,8 @@
-"""Builds the Debian package. scripts/build-deb runs it; it needs dpkg-deb, and pip with a network.
+"""Builds the Debian package. scripts/build-deb runs it; it needs dpkg-deb, and the first time pip with a network.
 
 usage: python scripts/deb_build.py [--out DIR] [--version VERSION] [--architecture ARCH]
 
-The same commit gives the same bytes: times are those of packaging/deb/changelog (or SOURCE_DATE_EPOCH), owners are
+The same commit gives the same bytes on the same system: times are those of packaging/deb/changelog (or SOURCE_DATE_EPOCH), owners are
 root, files are sorted, and the libraries are taken from archives that the lock names by their hashes.
 """
 
@@ -107,10 +107,15 @@ def fill(root: Path, architecture: str) -> None:
     put(root, "usr/share/zsh/vendor-completions/_vllm-supervisor", cli_texts.zsh().encode())
     machine = deb_libraries.MACHINES[architecture]
     lock = (ROOT / "requirements/runtime.lock").read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder:
-        archives = deb_libraries.download(deb_libraries.locked(lock, machine), machine, Path(folder))
-        for name, content in deb_libraries.unpacked(archives):
-            put(root, f"{LIB}/{name}", content)
+    libraries = deb_libraries.locked(lock, machine)
+    for name, content in deb_libraries.unpacked(deb_libraries.archives(libraries, machine, cache())):
+        put(root, f"{LIB}/{name}", content)
+
+
+def cache() -> Path:
+    """Where scripts/lib.sh keeps what is fetched."""
+    own, home = os.environ.get("VLLM_SUPERVISOR_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(home or Path.home() / ".cache") / "vllm-supervisor"
 
 
 def packed(content: bytes) -> bytes:

@@ -6,10 +6,13 @@ Files are taken out of the locked archives as they are; nothing of them is run o
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -69,30 +72,46 @@ def _applies(marker: str, python: str, machine: str) -> bool:
     return Marker(marker).evaluate(here)
 
 
-def download(libraries: list[Library], machine: str, folder: Path) -> list[Path]:
-    """Fetch the archive of each library, hashes checked. Raises CalledProcessError."""
+def archives(libraries: list[Library], machine: str, cache: Path) -> list[Path]:
+    """Give the archive of each library, fetched once and kept in a cache; hashes are checked each time.
+
+    Raises CalledProcessError when pip cannot fetch them, ValueError when one is not what the lock says.
+    """
+    wanted = "\n".join(library.pinned for library in libraries)
+    kept = cache / "archives" / hashlib.sha256(f"{machine}\n{wanted}".encode()).hexdigest()[:16]
+    if not kept.is_dir():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            download(libraries, machine, Path(folder) / "new")
+            with contextlib.suppress(OSError):  # another build was faster
+                (Path(folder) / "new").rename(kept)
+    found = sorted(kept.iterdir())
+    if len(found) != len(libraries):
+        raise ValueError(f"cannot use {kept}: {len(found)} archives for {len(libraries)} libraries; remove that folder")
+    for archive in found:
+        if f"--hash=sha256:{hashlib.sha256(archive.read_bytes()).hexdigest()}" not in wanted.split():
+            raise ValueError(f"cannot use {archive}: the lock does not know its hash; remove that folder")
+    return found
+
+
+def download(libraries: list[Library], machine: str, folder: Path) -> None:
+    """Fetch the archive of each library into a folder. Raises CalledProcessError."""
     pure = ("--only-binary=:all:", "--platform=any", "--implementation=py", "--abi=none")
     compiled = ("--only-binary=:all:", f"--platform=manylinux2014_{machine}", "--implementation=cp", "--abi=abi3")
     sources = tuple(f"--no-binary={name}" for name in sorted(SOURCE_ONLY))
-    groups: dict[tuple[str, ...], list[str]] = {pure: [], compiled: [], sources: []}
     for library in libraries:
         options = compiled if library.name in COMPILED else sources if library.name in SOURCE_ONLY else pure
-        groups[options].append(library.pinned)
-    for number, (options, pinned) in enumerate(groups.items()):
-        wanted = folder / f"wanted-{number}.txt"
-        wanted.write_text("\n".join(pinned) + "\n", encoding="utf-8")
         python = () if options is sources else (f"--python-version={PYTHONS[0]}",)
         command = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
-        subprocess.run([*command, "--require-hashes", "-r", wanted, "-d", folder, *options, *python], check=True)
-    archives = sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
-    if len(archives) != len(libraries):
-        raise ValueError(f"cannot take {len(archives)} archives for {len(libraries)} libraries: one each is needed")
-    return archives
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as line:
+            line.write(library.pinned)
+            line.flush()
+            subprocess.run([*command, "--require-hashes", "-r", line.name, "-d", folder, *options, *python], check=True)
 
 
-def unpacked(archives: list[Path]) -> Iterator[tuple[str, bytes]]:
+def unpacked(found: list[Path]) -> Iterator[tuple[str, bytes]]:
     """All that Python imports, and what it asks of metadata, by its name in one tree; licences stay beside it."""
-    for archive in archives:
+    for archive in found:
         yield from _wheel(archive) if archive.suffix == ".whl" else _source(archive)
 
 

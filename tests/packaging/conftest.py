@@ -13,11 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def build(out: Path, *options: str, umask: int = 0o022) -> Path:
-    """Build a package with this interpreter; the environment of the build is not that of the tests."""
+def try_build(out: Path, *options: str, umask: int = 0o022, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build a package with this interpreter; times come from its changelog, not from the environment of the tests."""
     command = [sys.executable, str(ROOT / "scripts/deb_build.py"), "--out", str(out), *options]
-    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, umask=umask)
+    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"} | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, umask=umask)
+
+
+def build(out: Path, *options: str, umask: int = 0o022) -> Path:
+    """Build a package and return its path."""
+    done = try_build(out, *options, umask=umask)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 

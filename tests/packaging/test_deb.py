@@ -14,7 +14,7 @@ import pytest
 
 from supervisord import __version__
 from supervisord.config import load
-from tests.packaging.conftest import ROOT, build
+from tests.packaging.conftest import ROOT, build, try_build
 
 LIB = "./usr/lib/vllm-supervisor"
 
@@ -172,6 +172,18 @@ def test_the_same_bytes_again(package: Path, tmp_path: Path) -> None:
     again = build(tmp_path / "again", umask=0o077)
     assert again.name == package.name
     assert again.read_bytes() == package.read_bytes()
+
+
+def test_an_archive_that_the_lock_does_not_know_is_refused(package: Path, tmp_path: Path) -> None:
+    assert package.exists()  # so the archives have been fetched
+    own, home = os.environ.get("VLLM_SUPERVISOR_CACHE"), os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    shutil.copytree(Path(own or Path(home) / "vllm-supervisor") / "archives", tmp_path / "cache/archives")
+    for archive in (tmp_path / "cache/archives").glob("*/tomli-*.whl"):
+        archive.write_bytes(archive.read_bytes() + b"\0")
+    done = try_build(tmp_path / "out", VLLM_SUPERVISOR_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert "the lock does not know its hash; remove that folder" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_for_another_machine(tmp_path: Path) -> None:
