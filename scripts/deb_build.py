@@ -2,8 +2,9 @@
 
 usage: python scripts/deb_build.py [--out DIR] [--version VERSION] [--architecture ARCH]
 
-The same commit gives the same bytes on the same system: times are those of packaging/deb/changelog (or SOURCE_DATE_EPOCH), owners are
-root, files are sorted, and the libraries are taken from archives that the lock names by their hashes.
+The same commit gives the same bytes on the same system: times are those of packaging/deb/changelog (or
+SOURCE_DATE_EPOCH), owners are root, files are sorted, and the libraries are taken from archives that the lock names by
+their hashes.
 """
 
 from __future__ import annotations
