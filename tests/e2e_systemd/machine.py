@@ -29,15 +29,7 @@ INSIDE: Final = Path("/opt/under-test")
 """Where the repository is inside: not below /tmp, which services have of their own."""
 
 _SYSTEMD: Final = Path("/lib/systemd/systemd")
-_MASKED: Final = (
-    "systemd-udevd.service systemd-udev-trigger.service systemd-udevd-control.socket systemd-udevd-kernel.socket "
-    "systemd-timesyncd.service systemd-resolved.service systemd-networkd.service systemd-firstboot.service "
-    "dev-hugepages.mount dev-mqueue.mount sys-kernel-debug.mount sys-kernel-tracing.mount tmp.mount "
-    "keyboard-setup.service console-setup.service apparmor.service systemd-modules-load.service "
-    "systemd-sysctl.service systemd-random-seed.service systemd-pstore.service systemd-binfmt.service "
-    "proc-sys-fs-binfmt_misc.automount nftables.service systemd-remount-fs.service getty.target "
-    "systemd-logind.service e2scrub_reap.service apt-daily.timer apt-daily-upgrade.timer"
-).split()
+_MASKED: Final = ["systemd-udevd.service", "systemd-udev-trigger.service", "systemd-udevd-control.socket", "systemd-udevd-kernel.socket", "systemd-timesyncd.service", "systemd-resolved.service", "systemd-networkd.service", "systemd-firstboot.service", "dev-hugepages.mount", "dev-mqueue.mount", "sys-kernel-debug.mount", "sys-kernel-tracing.mount", "tmp.mount", "keyboard-setup.service", "console-setup.service", "apparmor.service", "systemd-modules-load.service", "systemd-sysctl.service", "systemd-random-seed.service", "systemd-pstore.service", "systemd-binfmt.service", "proc-sys-fs-binfmt_misc.automount", "nftables.service", "systemd-remount-fs.service", "getty.target", "systemd-logind.service", "e2scrub_reap.service", "apt-daily.timer", "apt-daily-upgrade.timer"]
 """What has no business, or no hardware, in there."""
 
 _INIT: Final = r"""
@@ -66,7 +58,7 @@ cat /proc/sys/kernel/random/uuid >run/.boot_id
 mount --bind run/.boot_id proc/sys/kernel/random/boot_id
 echo tests >run/host/container-manager
 ip link set lo up
-hostname "$(basename "$UP")"
+hostname under-test
 pivot_root . old
 exec </dev/null >/dev/null 2>&1
 umount -l /old
@@ -129,13 +121,15 @@ class Machine:
         with self._console.open("ab") as console:
             # Into its cgroup first: the namespace's root is where its first process is.
             self._unshare = subprocess.Popen(
-                ["sh", "-c", 'echo 0 >"$0/cgroup.procs"; exec setsid "$@"', str(self._cgroup)]
-                + ["unshare", *spaces, "bash", "-c", _INIT, "init", *arguments],
+                [
+                    *("sh", "-c", 'echo 0 >"$0/cgroup.procs"; exec setsid "$@"', str(self._cgroup)),
+                    *("unshare", *spaces, "bash", "-c", _INIT, "init", *arguments),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
             )
-        wait_until(lambda: self._is_up(), BOOT_S, "systemd to be up")
+        wait_until(self._is_up, BOOT_S, "systemd to be up")
 
     def _is_up(self) -> bool:
         assert self._unshare is not None
@@ -196,7 +190,7 @@ class Machine:
             os.setxattr(upper / name, "trusted.overlay.opaque", b"y")
         self.write("/etc/machine-id", f"{uuid.uuid4().hex}\n")
         self.write("/etc/fstab", "")
-        self.write("/etc/hostname", f"{self.home.name}\n")
+        self.write("/etc/hostname", "under-test\n")
         journald = "[Journal]\nStorage=persistent\nRateLimitIntervalSec=0\nForwardToSyslog=no\nReadKMsg=no\nAudit=no\n"
         self.write("/etc/systemd/journald.conf.d/tests.conf", journald)
         (upper / "var/log/journal").mkdir(parents=True)
