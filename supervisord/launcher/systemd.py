@@ -393,12 +393,12 @@ def _refusal(engine: str, unit: str, seen: UnitState) -> str:
 
 def _ended(seen: UnitState, unit: str, oom_kills: int) -> Ended:
     by_itself = seen.exit_code == CLD_EXITED
-    asked = seen.job == "stop" or seen.active == "deactivating"
     return Ended(
         seen.exit_status if by_itself else None,
         None if by_itself else seen.exit_status,
         oom_killed=oom_kills > 0 or seen.result == "oom-kill",
-        stopped_by=f"systemctl stop {unit}, or of its slice" if asked else None,
+        # Without a job it is systemd that ends what a failed main process has left.
+        stopped_by=f"systemctl stop {unit}, or of its slice" if seen.job == "stop" else None,
     )
 
 

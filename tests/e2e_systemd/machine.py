@@ -29,7 +29,37 @@ INSIDE: Final = Path("/opt/under-test")
 """Where the repository is inside: not below /tmp, which services have of their own."""
 
 _SYSTEMD: Final = Path("/lib/systemd/systemd")
-_MASKED: Final = ["systemd-udevd.service", "systemd-udev-trigger.service", "systemd-udevd-control.socket", "systemd-udevd-kernel.socket", "systemd-timesyncd.service", "systemd-resolved.service", "systemd-networkd.service", "systemd-firstboot.service", "dev-hugepages.mount", "dev-mqueue.mount", "sys-kernel-debug.mount", "sys-kernel-tracing.mount", "tmp.mount", "keyboard-setup.service", "console-setup.service", "apparmor.service", "systemd-modules-load.service", "systemd-sysctl.service", "systemd-random-seed.service", "systemd-pstore.service", "systemd-binfmt.service", "proc-sys-fs-binfmt_misc.automount", "nftables.service", "systemd-remount-fs.service", "getty.target", "systemd-logind.service", "e2scrub_reap.service", "apt-daily.timer", "apt-daily-upgrade.timer"]
+_MASKED: Final = [
+    "systemd-udevd.service",
+    "systemd-udev-trigger.service",
+    "systemd-udevd-control.socket",
+    "systemd-udevd-kernel.socket",
+    "systemd-timesyncd.service",
+    "systemd-resolved.service",
+    "systemd-networkd.service",
+    "systemd-firstboot.service",
+    "dev-hugepages.mount",
+    "dev-mqueue.mount",
+    "sys-kernel-debug.mount",
+    "sys-kernel-tracing.mount",
+    "tmp.mount",
+    "keyboard-setup.service",
+    "console-setup.service",
+    "apparmor.service",
+    "systemd-modules-load.service",
+    "systemd-sysctl.service",
+    "systemd-random-seed.service",
+    "systemd-pstore.service",
+    "systemd-binfmt.service",
+    "proc-sys-fs-binfmt_misc.automount",
+    "nftables.service",
+    "systemd-remount-fs.service",
+    "getty.target",
+    "systemd-logind.service",
+    "e2scrub_reap.service",
+    "apt-daily.timer",
+    "apt-daily-upgrade.timer",
+]
 """What has no business, or no hardware, in there."""
 
 _INIT: Final = r"""
