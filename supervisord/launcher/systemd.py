@@ -267,7 +267,7 @@ class SystemdLauncher:
                 for _ in pauses(time.monotonic() + STATUS_S):
                     seen = units.look(entry.unit)
                     if seen is None or seen.active == "inactive":
-                        return Ended(code, number, stopped_by=f"systemctl stop {entry.unit}, or of its slice")
+                        return Ended(code, number, stopped_by=_stop_of(entry.unit))
                     if seen.main_pid != entry.process.pid and seen.exit_code:
                         return _ended(seen, entry.unit, oom_kills)
         except BusError as error:
@@ -397,9 +397,12 @@ def _ended(seen: UnitState, unit: str, oom_kills: int) -> Ended:
         seen.exit_status if by_itself else None,
         None if by_itself else seen.exit_status,
         oom_killed=oom_kills > 0 or seen.result == "oom-kill",
-        # Without a job it is systemd that ends what a failed main process has left.
-        stopped_by=f"systemctl stop {unit}, or of its slice" if seen.job == "stop" else None,
+        stopped_by=_stop_of(unit) if seen.was_stopped else None,
     )
+
+
+def _stop_of(unit: str) -> str:
+    return f"systemctl stop {unit}, or of its slice"
 
 
 def _anonymous_bytes(entry: Running) -> int:

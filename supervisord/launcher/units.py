@@ -11,6 +11,9 @@ from jeepney import DBusAddress
 
 from supervisord.launcher.dbus import CALL_S, Bus, BusError, Call
 
+ENDED_JUST_NOW: Final = "ended just now"
+"""A job that was there at the first answer and not at the second: look again."""
+
 CLD_EXITED: Final = 1
 """si_code of a process that exited by itself; others were ended by a signal (waitid(2))."""
 
@@ -21,16 +24,18 @@ _FIRST_LOOK_S: Final = 0.001
 _LAST_LOOK_S: Final = 0.02
 
 _STATE: Final = (
-    ("Unit", "ActiveState"),
     ("Unit", "Job"),
+    ("Unit", "ActiveState"),
     ("Service", "MainPID"),
     ("Service", "ExecMainPID"),
     ("Service", "ExecMainCode"),
     ("Service", "ExecMainStatus"),
     ("Service", "Result"),
     ("Service", "ControlGroup"),
+    ("Unit", "ActiveExitTimestampMonotonic"),
+    ("Service", "ExecMainExitTimestampMonotonic"),
 )
-"""What a UnitState is made of, in its order."""
+"""What a UnitState is made of. PID 1 works on between two answers: without a job, what is read after it is settled."""
 
 Property = tuple[str, tuple[str, Any]]
 """Name, and D-Bus signature with value."""
@@ -41,7 +46,7 @@ class UnitState(NamedTuple):
 
     `active`: active, activating, deactivating, inactive, failed. `job`: start, stop, restart, ... or None.
     `main_pid` is 0 when the main process is gone; then `exit_code` (an si_code, 0: none ended yet) and `exit_status`
-    say how `exited_pid` ended. `cgroup`: below the root of the hierarchy, "" when there is none.
+    say how `exited_pid` ended. `cgroup`: below the root of the hierarchy, "" when there is none. Times: 0 when unset.
     """
 
     active: str
@@ -52,6 +57,17 @@ class UnitState(NamedTuple):
     exit_status: int
     result: str
     cgroup: str
+    left_active_us: int
+    exited_us: int
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether systemd began to stop it while the main process still lived, because somebody asked for that.
+
+        One that ends by itself leaves the active state afterwards, or never (RemainAfterExit). Memory pressure makes
+        systemd stop a unit too.
+        """
+        return 0 < self.left_active_us < self.exited_us and self.result != "oom-kill"
 
 
 class Units:
@@ -77,7 +93,8 @@ class Units:
     def forget(self, name: str, within_s: float) -> bool:
         """Stop a unit and reset its failure until systemd has forgotten it; False when it did not in time."""
         try:
-            self._manage("StopUnit", "ss", name, "replace")
+            # An engine is before the daemon: while the daemon itself is being stopped, its stop would wait for that.
+            self._manage("StopUnit", "ss", name, "ignore-dependencies")
             for _ in pauses(time.monotonic() + within_s):
                 seen = self.look(name)
                 if seen is None:
@@ -93,20 +110,20 @@ class Units:
     def look(self, name: str) -> UnitState | None:
         """How a unit is; None when systemd does not know it."""
         try:
-            active, (job, job_path), *rest = self._get(self._path(name), _STATE)
+            (job, job_path), active, *rest = self._get(self._path(name), _STATE)
         except BusError as error:
             if not error.gone:
                 raise
             return None
         return UnitState(active, self._job_type(job_path) if job else None, *rest)
 
-    def _job_type(self, path: str) -> str | None:
+    def _job_type(self, path: str) -> str:
         try:
             return str(self._get(path, [("Job", "JobType")])[0])
         except BusError as error:
             if not error.gone:
                 raise
-            return None  # it ended just now
+            return ENDED_JUST_NOW
 
     def environment(self, name: str) -> Mapping[str, str]:
         """What a unit says in Environment=; empty when it is not known."""
