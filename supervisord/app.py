@@ -41,9 +41,9 @@ from supervisord.gpu.client import GpuProbe
 from supervisord.history import History
 from supervisord.history_answers import HistoryAnswers, stamp
 from supervisord.lanes import Lanes
-from supervisord.launcher.base import Launcher, ManagerError, StateDirBusy, StateDirError
-from supervisord.launcher.choice import no_systemd, under_systemd
-from supervisord.launcher.plain import PlainLauncher
+from supervisord.launcher import launchers
+from supervisord.launcher.base import ManagerError, StateDirBusy, StateDirError
+from supervisord.launcher.choice import no_systemd
 from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
 from supervisord.loop import Board, Inbox, Loop
@@ -170,7 +170,7 @@ class Daemon:
             base_env=dict(os.environ),
             gpus=lambda: self._board.read()[1].gpus,
         )
-        self._launcher = _launcher(spec, state_dir, self._on_exit, self._on_trouble)
+        self._launcher = launchers.make(spec.supervisor.launcher, state_dir, self._on_exit, self._on_trouble)
         try:
             self._found = self._launcher.recover()
         except OSError as error:
@@ -390,21 +390,6 @@ class Daemon:
             self.reload("SIGHUP")
         except TimeoutError:
             self._voice.tell("reload", "cannot reload for SIGHUP: the loop did not answer in time", Severity.ERROR)
-
-
-def _launcher(
-    spec: NodeSpec,
-    state_dir: Path,
-    on_exit: Callable[[str, int, int | None, int | None], None],
-    on_trouble: Callable[[str], None],
-) -> Launcher:
-    wanted = spec.supervisor.launcher
-    if wanted == "plain" or (wanted == "auto" and not under_systemd()):
-        return PlainLauncher(state_dir, on_exit, on_trouble)
-    # Imported here: the D-Bus client costs memory that only this launcher needs.
-    from supervisord.launcher.systemd import SystemdLauncher  # noqa: PLC0415
-
-    return SystemdLauncher(state_dir, on_exit, on_trouble)
 
 
 def _say(text: str) -> None:

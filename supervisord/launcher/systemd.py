@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
-from supervisord.launcher import evidence, killing, logs, ports, procfs, service
+from supervisord.launcher import evidence, killing, logs, outcome, ports, procfs, service
 from supervisord.launcher.base import Ended, LaunchError, ManagerError, Ownership, StateDirError, telling
 from supervisord.launcher.cgroups import Cgroup
 from supervisord.launcher.choice import own_unit, service_of
@@ -27,13 +27,10 @@ from supervisord.launcher.preparing import Prepared, Preparer
 from supervisord.launcher.procfs import Stat
 from supervisord.launcher.service import Marks
 from supervisord.launcher.statedir import PrivateDirs, make_directory
-from supervisord.launcher.units import CLD_EXITED, Units, UnitState, pauses
+from supervisord.launcher.units import Units, UnitState, pauses
 from supervisord.state import boot_id
 
 SWEEP_S: Final = 5.0
-START_S: Final = 30.0
-"""From the order to the exec: milliseconds, unless PID 1 is busy or the disk hangs."""
-
 STATUS_S: Final = 5.0
 """PID 1 hears of an end when the pidfd does; it may be busy with something else."""
 
@@ -41,8 +38,6 @@ JOB_S: Final = 3.0
 """How long the reason of our own end is asked for."""
 
 _OWNERS_MAX: Final = 1000
-_EXEC_FAILED: Final = range(200, 250)
-"""Exit codes of systemd itself, for what it could not do before the exec (systemd.exec(5))."""
 
 
 class Running:
@@ -150,7 +145,7 @@ class SystemdLauncher:
             raise LaunchError(ExitClass.CONFIG, message) from None
 
     def _start(self, marks: Marks, prepared: Prepared) -> Running:
-        unit, deadline = service.unit_name(marks.engine), time.monotonic() + START_S
+        unit, deadline = service.unit_name(marks.engine), time.monotonic() + outcome.START_S
         told = service.properties(
             marks,
             prepared,
@@ -167,14 +162,14 @@ class SystemdLauncher:
                     raise LaunchError(ExitClass.RESOURCE, message)
                 units.start(unit, told)
                 try:
-                    seen = _started(units, unit, deadline)
+                    seen = outcome.started(units, unit, deadline)
                 except BusError:
                     units.kill(unit)
                     units.forget(unit, SWEEP_S)
                     raise
-                if not seen.main_pid and seen.exit_status in _EXEC_FAILED and seen.exit_code == CLD_EXITED:
+                if outcome.never_ran(seen):
                     units.forget(unit, SWEEP_S)
-                    raise LaunchError(ExitClass.CONFIG, _refusal(marks.engine, unit, seen))
+                    raise LaunchError(ExitClass.CONFIG, outcome.refusal(marks.engine, unit, seen))
         except BusError as error:
             raise LaunchError(ExitClass.RESOURCE, f"cannot start {marks.engine} as {unit}: {error}") from None
         return self._entry_of(marks, seen)
@@ -267,9 +262,9 @@ class SystemdLauncher:
                 for _ in pauses(time.monotonic() + STATUS_S):
                     seen = units.look(entry.unit)
                     if seen is None or seen.active == "inactive":
-                        return Ended(code, number, stopped_by=_stop_of(entry.unit))
+                        return Ended(code, number, stopped_by=outcome.stop_of(entry.unit))
                     if seen.main_pid != entry.process.pid and seen.exit_code:
-                        return _ended(seen, entry.unit, oom_kills)
+                        return outcome.ended(seen, entry.unit, oom_kills)
         except BusError as error:
             self._on_trouble(f"cannot ask how {engine} ended: {error}")
         return Ended(code, number, oom_killed=oom_kills > 0)
@@ -371,38 +366,6 @@ class SystemdLauncher:
 
     def _telling(self, what: str) -> contextlib.AbstractContextManager[None]:
         return telling(self._on_trouble, what)
-
-
-def _started(units: Units, unit: str, deadline: float) -> UnitState:
-    """Wait until the program was executed, or could not be. Raises BusError."""
-    for _ in pauses(deadline):
-        seen = units.look(unit)
-        if seen is None:
-            raise BusError("", "it was stopped while it started")
-        if seen.job is None and seen.active != "activating":
-            return seen
-    raise BusError("", f"systemd did not start it within {START_S:g} s")
-
-
-def _refusal(engine: str, unit: str, seen: UnitState) -> str:
-    return (
-        f"cannot start {engine}: systemd could not execute it (status {seen.exit_status}, see systemd.exec(5)); "
-        f"journalctl -u {unit} says why"
-    )
-
-
-def _ended(seen: UnitState, unit: str, oom_kills: int) -> Ended:
-    by_itself = seen.exit_code == CLD_EXITED
-    return Ended(
-        seen.exit_status if by_itself else None,
-        None if by_itself else seen.exit_status,
-        oom_killed=oom_kills > 0 or seen.result == "oom-kill",
-        stopped_by=_stop_of(unit) if seen.was_stopped else None,
-    )
-
-
-def _stop_of(unit: str) -> str:
-    return f"systemctl stop {unit}, or of its slice"
 
 
 def _anonymous_bytes(entry: Running) -> int:

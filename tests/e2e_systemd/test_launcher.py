@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.e2e_systemd.node import STATE_DIR, UNIT, SupervisedNode
@@ -221,6 +223,58 @@ def test_a_reboot_brings_engines_back(node: SupervisedNode) -> None:
     assert node.wait_state("a", "ready")["generation"] == 2
     ended = [event["event"] for event in node.events("stopped")]
     assert len(ended) == 1, f"the daemon ended its engine before the machine went down: {ended}"
+
+
+def test_a_daemon_killed_again_and_again_converges(node: SupervisedNode) -> None:
+    """SIGKILL at any moment of a start, a stop or a restart: the next daemon goes on, never with two of one engine."""
+    node.configure("a", "b", warmup={"enabled": False})
+    node.start()
+    for delay_s in (0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2):
+        for op in ("restart", "stop", "start"):
+            node.cli(op, "a", check=False)
+            time.sleep(delay_s)
+            old = node.pid
+            node.kill(old)
+            node.wait_new_daemon(old)
+            units = node.machine.run("systemctl", "list-units", "--all", "--no-legend", "vllm-engine-a*").stdout
+            assert len(units.splitlines()) <= 1
+    node.cli("start", "a", check=False)
+    node.wait_state("a", "ready")
+    assert node.wait_state("b", "ready")["generation"] == 1
+    assert not node.machine.run("sh", "-c", f"ls {STATE_DIR}/bug-* 2>/dev/null", check=False).stdout
+
+
+def test_a_restart_while_an_engine_loads_does_not_begin_anew(node: SupervisedNode) -> None:
+    node.mood(ready_delay_s=5)
+    node.configure("a")
+    node.start()
+    before = node.wait_state("a", "starting", 1)
+    old = node.pid
+    node.machine.run("systemctl", "restart", UNIT)
+    node.wait_new_daemon(old)
+    after = node.wait_state("a", "ready")
+    assert (after["pid"], after["generation"]) == (before["pid"], 1)
+
+
+def test_leftovers_that_ignore_every_signal_but_one_are_gone(node: SupervisedNode) -> None:
+    node.mood(escape=True, ignore_sigterm=True)
+    node.configure("a", stop_timeout_s=1, drain_timeout_s=0)
+    node.start()
+    node.wait_state("a", "ready")
+    node.cli("stop", "a", "--wait")
+    assert node.processes("a") == []
+    assert node.machine.run("systemctl", "list-units", "--all", "--no-legend", "vllm-engine-*").stdout == ""
+
+
+def test_what_an_engine_leaves_in_tmp_and_shared_memory_is_its_own(node: SupervisedNode) -> None:
+    node.configure("a")
+    node.start()
+    pid = node.wait_state("a", "ready")["pid"]
+    inside = node.machine.run("ls", f"/proc/{pid}/root/dev/shm", f"/proc/{pid}/root/tmp").stdout
+    assert "psm_" in inside
+    node.kill(pid)
+    node.wait_state("a", "ready", 2)
+    assert node.machine.run("ls", "/dev/shm").stdout == ""
 
 
 def test_plain_is_still_there_when_it_is_asked_for(node: SupervisedNode) -> None:
