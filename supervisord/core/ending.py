@@ -174,6 +174,9 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
         return
     if not isinstance(phase, Starting | Warming | Ready | Draining):
         return
+    if seen.stopped_by is not None:
+        _stopped_outside(turn, engine, seen, seen.stopped_by)
+        return
     answered = not isinstance(phase, Starting) or engine.warm_generation == engine.generation
     evidence = (*engine.app_xids, *seen.tail)
     kind, advice = classify(seen.code, seen.signal, evidence, oom_killed=seen.oom_killed, answered=answered)
@@ -197,6 +200,17 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     turn.do(Abandon(name, engine.generation))
     give_up_at = turn.now + UNKILLABLE_AFTER_S
     _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
+
+
+def _stopped_outside(turn: Turn, engine: Engine, seen: Exited, by: str) -> None:
+    """Somebody stopped it past the daemon: that counts as an operator's stop, and costs no budget."""
+    name = engine.spec.name
+    cause = Reason("stopped_outside", f"stopped by {by}; start it again with: vllm-supervisor start {name}")
+    turn.record("stopping", engine, f"{name} was {cause.message}", severity=Severity.NOTICE, reason=cause)
+    engine = replace(engine, wanted=False, last_exit=_asked_exit(engine, seen, turn.now))
+    turn.do(Abandon(name, engine.generation))
+    give_up_at = turn.now + UNKILLABLE_AFTER_S
+    _sweep(turn, engine, Stopping(After.STOP, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
 
 
 def _asked_exit(engine: Engine, seen: Exited, now: float) -> LastExit:
