@@ -41,8 +41,9 @@ from supervisord.gpu.client import GpuProbe
 from supervisord.history import History
 from supervisord.history_answers import HistoryAnswers, stamp
 from supervisord.lanes import Lanes
-from supervisord.launcher.base import StateDirBusy, StateDirError
-from supervisord.launcher.plain import PlainLauncher
+from supervisord.launcher import launchers
+from supervisord.launcher.base import ManagerError, StateDirBusy, StateDirError
+from supervisord.launcher.choice import no_systemd
 from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
 from supervisord.loop import Board, Inbox, Loop
@@ -83,8 +84,10 @@ def run(config_path: Path) -> int:
         for problem in error.problems:
             _say(str(problem))
         return EXIT_CONFIG
-    if loaded.spec.supervisor.launcher == "systemd":
-        _say('cannot use supervisor.launcher = "systemd": this release has only the plain launcher; write "plain"')
+    launcher = loaded.spec.supervisor.launcher
+    why_not = no_systemd() if launcher == "systemd" else None
+    if why_not is not None:
+        _say(f'cannot use supervisor.launcher = "systemd": {why_not}; write "auto" or "plain"')
         return EXIT_CONFIG
     state_dir = Path(loaded.spec.supervisor.state_dir)
     try:
@@ -108,6 +111,9 @@ def run(config_path: Path) -> int:
             return EXIT_BUSY if error.busy else EXIT_CANNOT
         except StateDirError as error:
             voice.tell("cannot_use_state_dir", str(error), Severity.ERROR)
+            return EXIT_CANNOT
+        except ManagerError as error:
+            voice.tell("cannot_use_systemd", str(error), Severity.ERROR)
             return EXIT_CANNOT
         finally:
             voice.close()
@@ -152,6 +158,7 @@ class Daemon:
         self._replies = Replies()
         self._inbox: Inbox = SimpleQueue()
         self._hangups: SimpleQueue[None] = SimpleQueue()
+        self._ends: SimpleQueue[int] = SimpleQueue()
         self._reloading = Lock()
         self._lanes = Lanes(self._on_bug)
         state_dir = Path(spec.supervisor.state_dir)
@@ -164,7 +171,7 @@ class Daemon:
             base_env=dict(os.environ),
             node=lambda: self._board.read()[1],
         )
-        self._launcher = PlainLauncher(state_dir, self._on_exit, self._on_trouble)
+        self._launcher = launchers.make(spec.supervisor.launcher, state_dir, self._on_exit, self._on_trouble)
         try:
             self._found = self._launcher.recover()
         except OSError as error:
@@ -197,9 +204,10 @@ class Daemon:
         """Serve until the loop has ended everything."""
         spec = self._loop.node.spec.supervisor
         self._control.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         # A handler interrupts the loop at any point, also where it holds a lock: it may only put into a queue.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda seen, _: self._ends.put(seen))
+        Thread(target=self._end_on_signal, name="end", daemon=True).start()
         signal.signal(signal.SIGHUP, lambda *_: self._hangups.put(None))
         Thread(target=self._reload_on_hangup, name="hangup", daemon=True).start()
         text = f"vllm-supervisor {__version__} runs, pid {os.getpid()}; socket {spec.socket}, state in {spec.state_dir}"
@@ -215,7 +223,8 @@ class Daemon:
             return EXIT_INTERNAL
         finally:
             self._close()
-        self._voice.tell("daemon_ended", "ended: nothing of any engine is left", Severity.NOTICE)
+        left = "engines run on" if self._loop.node.keeping else "nothing of any engine is left"
+        self._voice.tell("daemon_ended", f"ended: {left}", Severity.NOTICE)
         return EXIT_OK
 
     def _close(self) -> None:
@@ -237,7 +246,7 @@ class Daemon:
         return Node(
             spec=spec,
             version=__version__,
-            launcher="plain",
+            launcher=self._launcher.name,
             pid=os.getpid(),
             since=now,
             gpus=durable.restore_gpus(self._state.gpus),
@@ -246,8 +255,14 @@ class Daemon:
 
     # --- what arrives from outside the loop -----------------------------------------------------------------------
 
-    def _on_signal(self, number: int, _frame: object) -> None:
-        self._inbox.put(EndRequested(signal.Signals(number).name))
+    def _end_on_signal(self) -> None:
+        """Whether engines are kept is asked of systemd, which takes a moment: not on the loop, and once."""
+        keep = None
+        while True:
+            number = self._ends.get()
+            if keep is None:  # a person at a terminal means all of it
+                keep = number != signal.SIGINT and self._launcher.keeps_engines()
+            self._inbox.put(EndRequested(signal.Signals(number).name, keep))
 
     def _on_exit(self, engine: str, generation: int, code: int | None, number: int | None) -> None:
         self._effects.on_exit(engine, generation, code, number)

@@ -63,9 +63,6 @@ def warnings(spec: NodeSpec) -> Iterator[Finding]:
     """What works, but probably not as it is meant."""
     yield from _pending(spec.supervisor, ("supervisor",))
     yield from _pending(spec.gpu, ("gpu",))
-    if spec.supervisor.launcher == "systemd":
-        message = "this release has only the plain launcher, and the daemon will not start with it"
-        yield _finding(("supervisor", "launcher"), "systemd", message, 'write "auto" or "plain"')
     yield from config_gpus.perhaps_too_much(spec)
     for engine in spec.engines.values():
         at = ("engine", engine.name)

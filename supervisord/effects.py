@@ -191,7 +191,10 @@ class NodeEffects:
         """A main process ended; called on the exit watcher's thread."""
 
         def tell() -> None:
-            self._inbox.put(Exited(engine, generation, code, signal, self._last_words(engine)))
+            end, words = self._launcher.ended(engine, generation, code, signal), self._last_words(engine)
+            self._inbox.put(
+                Exited(engine, generation, end.code, end.signal, words, end.oom_killed, stopped_by=end.stopped_by)
+            )
 
         # On the engine's own lane, so that the observation of a spawn always comes before that of its exit.
         self._lanes.submit(("engine", engine), tell)

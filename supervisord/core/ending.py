@@ -154,25 +154,17 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     """The main process is gone. Children may live (A24): sweep before anything else."""
     phase, name = engine.phase, engine.spec.name
     engine = replace(engine, process=None)
-    if isinstance(phase, Stopping) and phase.gone_at is not None:
-        turn.put(engine)
-        return
     if isinstance(phase, Stopping):
-        asked = phase.after is not After.CRASH
-        if asked:
-            engine = replace(engine, last_exit=_asked_exit(engine, phase.cause, seen.code, seen.signal, turn.now))
-        turn.put(engine)
-        if not phase.sweeping:
-            give_up_at = min(phase.give_up_at, turn.now + UNKILLABLE_AFTER_S)
-            _sweep(turn, engine, replace(phase, exited=True, give_up_at=give_up_at))
-        else:
-            turn.put(replace(engine, phase=replace(phase, exited=True)))
+        _exited_while_stopping(turn, engine, phase, seen)
         return
     if isinstance(phase, Failed) and phase.kind is FailedKind.UNKILLABLE:
         turn.put(engine)
         turn.do(Sweep(name, engine.generation))
         return
     if not isinstance(phase, Starting | Warming | Ready | Draining):
+        return
+    if seen.stopped_by is not None:
+        _stopped_outside(turn, engine, seen, seen.stopped_by)
         return
     answered = not isinstance(phase, Starting) or engine.warm_generation == engine.generation
     evidence = (*engine.app_xids, *seen.tail)
@@ -200,6 +192,32 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     turn.do(Abandon(name, engine.generation))
     give_up_at = turn.now + UNKILLABLE_AFTER_S
     _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
+
+
+def _exited_while_stopping(turn: Turn, engine: Engine, phase: Stopping, seen: Exited) -> None:
+    if phase.gone_at is not None:
+        turn.put(engine)
+        return
+    asked = phase.after is not After.CRASH
+    if asked:
+        engine = replace(engine, last_exit=_asked_exit(engine, phase.cause, seen.code, seen.signal, turn.now))
+    turn.put(engine)
+    if not phase.sweeping:
+        give_up_at = min(phase.give_up_at, turn.now + UNKILLABLE_AFTER_S)
+        _sweep(turn, engine, replace(phase, exited=True, give_up_at=give_up_at))
+    else:
+        turn.put(replace(engine, phase=replace(phase, exited=True)))
+
+
+def _stopped_outside(turn: Turn, engine: Engine, seen: Exited, by: str) -> None:
+    """Somebody stopped it past the daemon: that counts as an operator's stop, and costs no budget."""
+    name = engine.spec.name
+    cause = Reason("stopped_outside", f"stopped by {by}; start it again with: vllm-supervisor start {name}")
+    turn.record("stopping", engine, f"{name} was {cause.message}", severity=Severity.NOTICE, reason=cause)
+    engine = replace(engine, wanted=False, last_exit=_asked_exit(engine, cause, seen.code, seen.signal, turn.now))
+    turn.do(Abandon(name, engine.generation))
+    give_up_at = turn.now + UNKILLABLE_AFTER_S
+    _sweep(turn, engine, Stopping(After.STOP, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
 
 
 def _asked_exit(engine: Engine, cause: Reason, code: int | None, number: int | None, now: float) -> LastExit:

@@ -76,9 +76,10 @@ class Reconfigured:
 
 @dataclass(frozen=True, slots=True)
 class EndRequested:
-    """The daemon was told to end (SIGTERM, SIGINT)."""
+    """The daemon was told to end (SIGTERM, SIGINT). `keep`: engines run on, for the next daemon."""
 
     cause: str
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ class Exited:
     signal: int | None
     tail: tuple[str, ...] = ()
     oom_killed: bool = False
+    stopped_by: str | None = None
+    """Who had it stopped, past the daemon ("systemctl stop vllm-engine-a.service"): an operator's stop, no crash."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an earlier daemon left of one engine. `process` is None when its main process is gone.
+    """What an earlier daemon left of one engine. `process` is None when its main process is gone and nobody knows how.
 
     `leftovers` describes every process that lives, the main one included.
     """
@@ -442,6 +442,8 @@ class Node:
     telemetry: Telemetry = Telemetry()
     ending: bool = False
     """The daemon is going down: nothing is started any more."""
+    keeping: bool = False
+    """And what runs is left as it is, for the next one."""
     config_error: str | None = None
     announce_ready_at: float | None = None
     """READY=1 is sent then at the latest; None once it was sent."""

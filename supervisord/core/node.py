@@ -85,9 +85,13 @@ def step(node: Node, seen: Observation, now: float) -> tuple[Node, tuple[Action,
     NODE_HANDLERS.get(type(seen), _on_engine)(turn, seen)
     admission.admit_waiting(turn)
     _announce(turn)
-    if turn.node.ending and not any(e.live and not isinstance(e.phase, Failed) for e in turn.engines()):
+    if turn.node.ending and (turn.node.keeping or not _holds_up(turn)):
         turn.do(Finish())
     return turn.result()
+
+
+def _holds_up(turn: Turn) -> bool:
+    return any(engine.live and not isinstance(engine.phase, Failed) for engine in turn.engines())
 
 
 def wakeup(node: Node) -> float | None:

@@ -222,9 +222,18 @@ def on_gpu_requested(turn: Turn, seen: GpuRequested) -> None:
 
 
 def on_end_requested(turn: Turn, seen: EndRequested) -> None:
-    """The daemon ends: every engine too (plain launcher). Asked again: without waiting for anything."""
+    """The daemon ends, and every engine with it unless they are kept. Asked again: without waiting for anything.
+
+    What was on its way is left there too: the next daemon finds it and goes on.
+    """
     again = turn.node.ending
     turn.node = replace(turn.node, ending=True)
+    if seen.keep:
+        turn.node = replace(turn.node, keeping=True)
+        running = ", ".join(engine.spec.name for engine in turn.engines() if engine.live)
+        text = f"ending ({seen.cause}): engines run on ({running or 'none'})"
+        turn.record("daemon_ending", None, text, severity=Severity.NOTICE)
+        return
     cause = Reason("daemon_ending", f"the daemon is ending ({seen.cause})")
     turn.record("daemon_ending", None, f"ending ({seen.cause}){': at once' if again else ''}", severity=Severity.NOTICE)
     for engine in turn.engines():

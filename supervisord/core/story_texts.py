@@ -25,13 +25,14 @@ RULES: Final[Mapping[str, str]] = {
     "operator": "no rule, somebody asked for it",
     "reload": "no rule, a reload changed how it is launched",
     "daemon_ending": "no rule, the daemon ended, and its engines with it",
+    "stopped_outside": "no rule, somebody stopped its unit",
     "leftover": "what an earlier daemon left is taken over or ended, never doubled",
     "config": "the next start would fail like this one, so there is none",
     "crash_loop": "more than max_restarts, and never ready with this configuration",
     "unkillable": "what lives on after SIGKILL is not doubled: nothing is started in its place",
 }
 UNKNOWN: Final = "see the event"
-ASKED: Final = frozenset({"operator", "reload", "daemon_ending"})
+ASKED: Final = frozenset({"operator", "reload", "daemon_ending", "stopped_outside"})
 """Causes that people are, or know."""
 
 GATE: Final = "a closed gate: it waits, which costs no restart budget, and looks again by itself"

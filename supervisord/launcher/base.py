@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -30,6 +32,10 @@ class LaunchError(Exception):
         self.kind = kind
 
 
+class ManagerError(Exception):
+    """What is to run the engines cannot be talked to, so nobody knows which of them live."""
+
+
 class StateDirError(Exception):
     """The state directory cannot be used."""
 
@@ -50,8 +56,27 @@ class Ownership:
     holder: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a main process ended; `code` and `signal` are None when nobody knows.
+
+    `stopped_by`: who had it stopped, when that was not the daemon ("systemctl stop vllm-engine-a.service").
+    """
+
+    code: int | None
+    signal: int | None
+    oom_killed: bool = False
+    stopped_by: str | None = None
+
+
 class Launcher(Protocol):
     """How engines are run. Calls for one engine that change something come one after the other (its lane)."""
+
+    name: str
+    """As in `supervisor.launcher`."""
+
+    def keeps_engines(self) -> bool:
+        """Whether engines are to outlive the daemon, which was just told to end. Bounded."""
 
     def launch(self, plan: LaunchPlan, generation: int) -> Process:
         """Spawn and begin to watch. Raises GateError or LaunchError: then nothing of it lives."""
@@ -73,6 +98,9 @@ class Launcher(Protocol):
 
     def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
         """SIGKILL to everything, then its files. Returns what remains after a few seconds, described."""
+
+    def ended(self, engine: str, generation: int, code: int | None, number: int | None, /) -> Ended:
+        """All that is known of an end; `code` and `number` are what `on_exit` told. Before it is swept."""
 
     def members(self, engine: str) -> tuple[int, ...]:
         """Pids of the living processes of the engine."""
@@ -100,3 +128,13 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Stop watching. Engines are left as they are."""
+
+
+@contextlib.contextmanager
+def telling(on_trouble: Callable[[str], None], what: str) -> Iterator[None]:
+    """Say what went wrong with the world, and go on."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        on_trouble(f"{what}: {where}{error.strerror or error}")

@@ -14,6 +14,21 @@ from supervisord.launcher.procfs import Census, Stat
 from supervisord.launcher.records import Record
 
 
+class BytesRead:
+    """Counts what changing processes read together."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[int, int], int] = {}
+        self._total = 0
+
+    def count(self, members: Iterable[Stat]) -> int:
+        """Bytes read by all processes so far; does not fall when one of them ends."""
+        now = {(stat.pid, stat.start_ticks): procfs.read_bytes(stat.pid) for stat in members}
+        self._total += sum(max(0, count - self._read.get(key, 0)) for key, count in now.items())
+        self._read = now
+        return self._total
+
+
 class Entry:
     """One engine: its identity, and what was seen of its processes.
 
@@ -38,8 +53,7 @@ class Entry:
         self._known: Mapping[int, int] = {}
         self._known_at = 0.0
         self._looked_at: frozenset[str] = frozenset()
-        self._read: dict[tuple[int, int], int] = {}
-        self._read_total = 0
+        self.bytes_read = BytesRead().count
 
     @property
     def known(self) -> Mapping[int, int]:
@@ -77,13 +91,6 @@ class Entry:
             new = {name: inode for name, inode in files.items() if self.shared_memory.get(name) != inode}
             self.shared_memory |= new
         return new
-
-    def bytes_read(self, members: Iterable[Stat]) -> int:
-        """Bytes read by all processes so far; does not fall when one of them ends."""
-        now = {(stat.pid, stat.start_ticks): procfs.read_bytes(stat.pid) for stat in members}
-        self._read_total += sum(max(0, count - self._read.get(key, 0)) for key, count in now.items())
-        self._read = now
-        return self._read_total
 
     def end(self) -> None:
         """Nothing of it lives any more."""

@@ -11,17 +11,18 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
 from supervisord.launcher import evidence, family, killing, logs, ports, procfs, sharedmem
-from supervisord.launcher.base import LaunchError, Ownership, StateDirError
+from supervisord.launcher.base import Ended, LaunchError, Ownership, StateDirError, telling
 from supervisord.launcher.entry import Entry
 from supervisord.launcher.exits import Exit, ExitWatcher
 from supervisord.launcher.family import Family
 from supervisord.launcher.orphans import Orphans
+from supervisord.launcher.preparing import Preparer
 from supervisord.launcher.procfs import Census, Stat
 from supervisord.launcher.records import Record, Records
 from supervisord.launcher.starting import Starter
@@ -45,6 +46,8 @@ class PlainLauncher:
     what went wrong without stopping anything, on the caller's. Raises StateDirError.
     """
 
+    name = "plain"
+
     def __init__(
         self,
         state_dir: Path,
@@ -66,11 +69,16 @@ class PlainLauncher:
             raise StateDirError(f"cannot make {error.filename} in supervisor.state_dir: {error.strerror}") from None
         self._records = Records(identities)
         self._private = PrivateDirs(state_dir)
-        self._starter = Starter(state_dir, log_dir, self._records, self._private)
+        self._preparer = Preparer(state_dir, log_dir, self._private)
+        self._starter = Starter(self._preparer, self._records)
         self._orphans = Orphans()
         # Orphans of our children become our children: only so can they be found, and buried.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._exits = ExitWatcher(self._exited)
+
+    def keeps_engines(self) -> bool:
+        """No: they are children of the daemon, and its end is theirs."""
+        return False
 
     def close(self) -> None:
         """Stop watching."""
@@ -193,6 +201,10 @@ class PlainLauncher:
             entry.reaped_ticks = seen.reaped_ticks
         self._on_exit(seen.engine, seen.generation, seen.code, seen.signal)
 
+    def ended(self, _engine: str, _generation: int, code: int | None, number: int | None) -> Ended:
+        """Nothing more is known than the exit watcher told."""
+        return Ended(code, number)
+
     # --- looking ------------------------------------------------------------------------------------------------
 
     def members(self, engine: str) -> tuple[int, ...]:
@@ -249,7 +261,7 @@ class PlainLauncher:
 
     def log_path(self, engine: str) -> Path:
         """Where the output goes."""
-        return self._starter.log_path(engine)
+        return self._preparer.log_path(engine)
 
     def rotate_if_large(self, engine: str) -> bool:
         """Cut the log of a running engine at 256 MiB; say whether it was."""
@@ -297,10 +309,5 @@ class PlainLauncher:
         with self._telling(f"cannot add to the identity record of {entry.engine}"):
             self._records.add(entry.engine, entry.record.generation, facts)
 
-    @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            self._on_trouble(f"{what}: {where}{error.strerror or error}")
+    def _telling(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return telling(self._on_trouble, what)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from supervisord.core.model import ExitClass, Process, Progress
-from supervisord.launcher import procfs, spawn, starting
+from supervisord.launcher import preparing, procfs, spawn
 from supervisord.launcher.base import GateError, Launcher, LaunchError, Ownership, StateDirError
 from supervisord.launcher.plain import PlainLauncher
 from supervisord.launcher.records import Record, Records
@@ -171,7 +171,7 @@ def test_the_port_gate(box: Box) -> None:
 
 
 def test_the_disk_gate(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "FREE_BYTES_MIN", 2**80)
+    monkeypatch.setattr(preparing, "FREE_BYTES_MIN", 2**80)
     with pytest.raises(
         GateError, match=rf"^cannot start qwen: \d+ MiB free on {box.state}, \d+ MiB are needed"
     ) as caught:

@@ -444,8 +444,9 @@ def every_request_is_answered_once(step: Step) -> None:
 
 
 def finish_means_nothing_lives(step: Step) -> None:
-    """Finish comes exactly when the daemon is ending and only stopped or failed engines are left."""
-    over = step.after.ending and all(e.state in {State.STOPPED, State.FAILED} for e in step.after.engines.values())
+    """Finish comes exactly when the daemon is ending and keeps its engines, or only stopped or failed ones are left."""
+    settled = all(engine.state in {State.STOPPED, State.FAILED} for engine in step.after.engines.values())
+    over = step.after.ending and (step.after.keeping or settled)
     if over != any(isinstance(action, Finish) for action in step.actions):
         _fail(finish_means_nothing_lives, f"{step.actions} with {brief(step.after)}")
 

@@ -490,3 +490,25 @@ def test_polls_look_at_serving_engines_only() -> None:
     play = ready().ask(Op.STOP, now=True)
     play.see(Due(What.POLL)).does()
     crash(ready()).see(Due(What.POLL)).does()
+
+
+# --- stopped past the daemon ---
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_who_stops_its_unit_is_an_operator(state: str) -> None:
+    play = STATES[state]().see(Exited("a", 1, 0, None, stopped_by="systemctl stop a")).does(Abandon, Sweep)
+    play.says("stopping").see(Swept("a", 1)).does().is_(State.STOPPED)
+    assert not play.engine().wanted
+    assert not play.engine().restart_times
+    assert exit_class(play) is ExitClass.STOPPED
+
+
+def test_a_stop_of_its_unit_wins_over_a_restart_under_way() -> None:
+    play = ready().ask(Op.RESTART).see(Exited("a", 1, 0, None, stopped_by="systemctl stop a"))
+    play.see(Swept("a", 1)).is_(State.STOPPED)
+
+
+def test_a_stop_of_its_unit_while_it_is_stopping_changes_nothing() -> None:
+    play = ready().ask(Op.RESTART, now=True).see(Exited("a", 1, 0, None, stopped_by="systemctl stop a")).does(Sweep)
+    play.see(Swept("a", 1)).is_(State.STARTING)

@@ -278,10 +278,12 @@ class NodeMachine(RuleBasedStateMachine):
             engines, plans = {**engines, name: self.full.engines[name]}, {"a": "p1", **plans, name: "p1"}
         self.world.reconfigure(replace(self.full, engines=engines), plans)
 
-    @rule(what=st.sampled_from(["end", "kill", "kill", "kill before saving", "reboot"]))
+    @rule(what=st.sampled_from(["end", "end and keep", "kill", "kill", "kill before saving", "reboot"]))
     def end_daemon(self, what: str) -> None:
         if what == "end" and not self.world.over:
             self.world.see(EndRequested("SIGTERM"))
+        elif what == "end and keep" and not self.world.over:
+            self.world.see(EndRequested("SIGTERM", keep=True))
         elif what == "reboot":
             self.world.reboot()
         else:

@@ -107,6 +107,29 @@ def test_a_third_order_changes_nothing() -> None:
     ready().see(END).see(END).see(END).does().says("daemon_ending")
 
 
+# --- engines that are kept ---
+
+KEEP = EndRequested("SIGTERM", keep=True)
+
+
+def test_engines_that_are_kept_are_left_as_they_are() -> None:
+    play = ready().see(KEEP).does(Finish).is_(State.READY).says("daemon_ending")
+    assert play.record("daemon_ending").message == "ending (SIGTERM): engines run on (a)"
+    stopped().see(KEEP).does(Finish)
+    for play in (launching(), starting(), ready().ask(Op.RESTART), ready().ask(Op.STOP, now=True)):
+        state = play.engine().state
+        play.see(KEEP).does(Finish).is_(state)
+
+
+def test_what_an_operator_wanted_holds_for_the_next_daemon() -> None:
+    play = ready().ask(Op.STOP).see(KEEP).does(Finish)
+    assert not play.engine().wanted, "it is ended by the daemon that finds it"
+
+
+def test_nothing_begins_any_more_while_engines_are_kept() -> None:
+    ready().see(KEEP).see(Exited("a", 1, 1, None)).does(Abandon, Sweep, Finish).see(Swept("a", 1)).does(Finish)
+
+
 # --- and READY=1 ---
 
 

@@ -31,7 +31,7 @@ from supervisord.core.spec import EngineSpec, ProbeSpec
 from supervisord.effects import NodeEffects, Parts
 from supervisord.gpu.client import GpuProbe
 from supervisord.lanes import Lanes
-from supervisord.launcher.base import Launcher
+from supervisord.launcher.base import Ended, Launcher
 from supervisord.loop import Board, Inbox
 from supervisord.state import StateFile
 from supervisord.systemd.notify import Notifier
@@ -52,6 +52,8 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.evidence: list[tuple[str, int, str, tuple[str, ...]]] = []
         self.launched: list[LaunchPlan] = []
+        self.oom_killed = False
+        self.stopped_by: str | None = None
 
     def launch(self, plan: LaunchPlan, generation: int) -> Process:
         self.launched.append(plan)
@@ -59,6 +61,9 @@ class FakeLauncher:
 
     def adopt(self, engine: str, generation: int) -> None:
         pass
+
+    def ended(self, engine: str, generation: int, code: int | None, number: int | None) -> Ended:
+        return Ended(code, number, oom_killed=self.oom_killed, stopped_by=self.stopped_by)
 
     def tail(self, engine: str, lines: int) -> tuple[str, ...]:
         return (f"cannot use {TOKEN}", "1 of 10")
@@ -212,6 +217,12 @@ def test_last_words_are_told_without_secrets(bench: Bench) -> None:
     bench.effects.perform(KeepEvidence("a", 1, "stalled"), bench.node)
     wait_until(lambda: bench.launcher.evidence, 20, "the evidence")
     assert bench.launcher.evidence == [("a", 1, "stalled", ("cannot use (hidden)", "1 of 10"))]
+
+
+def test_what_the_launcher_knows_of_an_end_is_told(bench: Bench) -> None:
+    bench.launcher.oom_killed, bench.launcher.stopped_by = True, "somebody"
+    bench.effects.on_exit("a", 1, None, 9)
+    assert bench.next() == Exited("a", 1, None, 9, (), oom_killed=True, stopped_by="somebody")
 
 
 def test_where_the_secrets_are_not_known_nothing_is_quoted(bench: Bench) -> None:

@@ -1,0 +1,168 @@
+"""The package on a booted machine: its own unit in its own sandbox, with simulated engines as services."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e_systemd.machine import Machine, check
+from tests.e2e_systemd.node import CONFIG, UNIT, Asking, SupervisedNode
+from tests.packaging.conftest import build
+from tests.sim.engine import wait_until
+
+OLD, NEW = "0.1.0-1", "99.0-1"
+SLICE = "vllm.slice"
+
+
+class PackagedNode(SupervisedNode):
+    """A machine with the package installed instead of a unit of the tests."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        machine.write("/usr/sbin/policy-rc.d", "#!/bin/sh\nexit 0\n", 0o755)
+        machine.write("/etc/vllm-supervisor/mood.json", "{}")
+        self.dpkg("-i", "/srv/old.deb")
+
+    def dpkg(self, *argv: str, check: bool = True) -> str:
+        done = self.machine.run("dpkg", *argv, check=check, env={"DEBIAN_FRONTEND": "noninteractive"})
+        return f"{done.stdout}{done.stderr}"
+
+    def systemctl(self, *argv: str, check: bool = True) -> str:
+        return self.machine.run("systemctl", *argv, check=check).stdout.strip()
+
+    def with_engine(self, *names: str) -> list[int]:
+        """Configure engines by a reload and return their pids once they are ready."""
+        self.configure(*names, user="vllm")
+        self.machine.run("chgrp", "vllm-admin", CONFIG)
+        self.systemctl("reload", UNIT)
+        return [int(self.wait_state(name, "ready")["pid"]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("packages")
+    return build(folder, "--version", OLD), build(folder, "--version", NEW)
+
+
+@pytest.fixture
+def node(packages: tuple[Path, Path]) -> Iterator[PackagedNode]:
+    problem = check()
+    assert problem is None, problem
+    with Machine() as machine:
+        for package, name in zip(packages, ("old", "new"), strict=True):
+            machine.path("/srv").mkdir(exist_ok=True)
+            shutil.copy(package, machine.path(f"/srv/{name}.deb"))
+        yield PackagedNode(machine)
+
+
+def test_it_is_up_after_the_installation(node: PackagedNode) -> None:
+    shown = node.machine.show(UNIT, "ActiveState", "SubState", "StatusText", "UnitFileState", "Type")
+    assert shown == {
+        "ActiveState": "active",
+        "SubState": "running",
+        "StatusText": "0 of 0 wanted engines ready",
+        "UnitFileState": "enabled",
+        "Type": "notify",
+    }
+    assert node.machine.run("vllm-supervisor", "status").stdout.startswith("no engines are configured")
+    assert node.machine.run("stat", "-c", "%a %G", "/run/vllm-supervisor/control.sock").stdout == "660 vllm-admin\n"
+
+
+def test_engines_run_as_services_outside_of_its_sandbox(node: PackagedNode) -> None:
+    (pid,) = node.with_engine("a")
+    assert node.status()["supervisor"]["launcher"] == "systemd"
+    assert pid in node.processes("a")
+    assert node.machine.show(UNIT, "StatusText")["StatusText"] == "1 of 1 wanted engines ready"
+    own = node.machine.run("grep", "-E", "^(NoNewPrivs|Seccomp):", f"/proc/{node.pid}/status").stdout.split()
+    assert own == ["NoNewPrivs:", "1", "Seccomp:", "2"]
+    assert node.machine.members("/system.slice/vllm-supervisor.service") == [node.pid]
+
+
+@pytest.mark.parametrize("step", ["upgrade", "downgrade", "restart", "kill"])
+def test_no_engine_notices(node: PackagedNode, step: str) -> None:
+    if step == "downgrade":
+        node.dpkg("-i", "/srv/new.deb")
+    steps: dict[str, Callable[[], object]] = {
+        "upgrade": lambda: node.dpkg("-i", "/srv/new.deb"),
+        "downgrade": lambda: node.dpkg("-i", "/srv/old.deb"),
+        "restart": lambda: node.systemctl("restart", UNIT),
+        "kill": lambda: node.kill(node.pid),
+    }
+    pids, daemon = node.with_engine("a"), node.pid
+    asking: Asking = node.asking(8101)
+    steps[step]()
+    node.wait_new_daemon(daemon)
+    assert [node.wait_state("a", "ready", 1)["pid"]] == pids
+    answers, failures = asking.end()
+    assert answers > 0
+    assert failures == "[]"
+
+
+def test_a_wedged_daemon_is_replaced_by_the_watchdog(node: PackagedNode) -> None:
+    # As short as turns allow, which come every five seconds; the unit's own is 30.
+    node.machine.write(f"/etc/systemd/system/{UNIT}.d/quick.conf", "[Service]\nWatchdogSec=8\n")
+    node.systemctl("daemon-reload")
+    node.systemctl("restart", UNIT)
+    pids, daemon = node.with_engine("a"), node.pid
+    node.kill(daemon, "STOP")
+    wait_until(lambda: node.pid not in {0, daemon}, 60, "the watchdog to act")
+    assert [node.wait_state("a", "ready", 1)["pid"]] == pids
+    assert "Watchdog timeout" in node.machine.journal("-u", UNIT)
+
+
+def test_a_reload_that_is_refused_changes_nothing(node: PackagedNode) -> None:
+    pids, daemon = node.with_engine("a"), node.pid
+    with node.machine.path(CONFIG).open("a") as file:
+        file.write("\n[engine.a.argz]\n")
+    assert node.machine.run("systemctl", "reload", UNIT, check=False).returncode != 0
+    assert "did you mean args?" in node.machine.journal("-u", UNIT)
+    assert (node.pid, [node.engine("a")["pid"]]) == (daemon, pids)
+
+
+def test_an_upgrade_that_cannot_start_is_an_error_until_mended(node: PackagedNode) -> None:
+    node.machine.write(CONFIG, "[engine]\na = 1\n", 0o640)
+    told = node.dpkg("-i", "/srv/new.deb", check=False)
+    assert f"cannot start {UNIT}" in told
+    assert node.machine.show(UNIT, "ActiveState", "NRestarts") == {"ActiveState": "failed", "NRestarts": "0"}
+    node.machine.write(CONFIG, "", 0o640)
+    node.dpkg("--configure", "vllm-supervisor")
+    assert node.systemctl("is-active", UNIT) == "active"
+
+
+def test_a_daemon_that_was_stopped_stays_so(node: PackagedNode) -> None:
+    node.systemctl("stop", UNIT)
+    node.dpkg("-i", "/srv/new.deb")
+    assert node.systemctl("is-active", UNIT, check=False) == "inactive"
+    assert node.systemctl("is-enabled", UNIT) == "enabled"
+
+
+def test_an_upgrade_never_ends_engines_of_the_plain_launcher(node: PackagedNode) -> None:
+    node.configure("a", launcher="plain")
+    node.systemctl("restart", UNIT)
+    pid, daemon = node.wait_state("a", "ready")["pid"], node.pid
+    assert f"systemctl restart {UNIT}" in node.dpkg("-i", "/srv/new.deb")
+    assert (node.pid, node.engine("a")["pid"]) == (daemon, pid)
+
+
+def test_a_reboot_brings_engines_back(node: PackagedNode) -> None:
+    node.with_engine("a")
+    node.machine.reboot()
+    assert node.wait_state("a", "ready", 2)["generation"] == 2
+
+
+def test_removal_ends_engines_and_purge_leaves_nothing(node: PackagedNode) -> None:
+    node.with_engine("a", "b")
+    # Nobody's but the slice's: what a daemon before this one may have left.
+    node.machine.run("systemd-run", "--quiet", f"--slice={SLICE}", "--unit=vllm-engine-left", "sleep", "1000")
+    node.dpkg("-r", "vllm-supervisor")
+    assert node.machine.run("pgrep", "-u", "vllm", check=False).stdout == ""
+    for name in ("a", "b", "left"):
+        assert node.systemctl("is-active", f"vllm-engine-{name}.service", check=False) == "inactive"
+    node.dpkg("-P", "vllm-supervisor")
+    places = ["/etc", "/usr/bin", "/usr/lib", "/usr/share", "/var/lib", "/run/vllm-supervisor"]
+    found = node.machine.run("find", *places, "-xdev", "-name", "*vllm*", check=False).stdout.splitlines()
+    assert [path for path in found if "/python" not in path] == []
+    assert node.machine.run("getent", "passwd", "vllm", check=False).stdout == ""

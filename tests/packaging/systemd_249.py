@@ -1,0 +1,62 @@
+"""The keys that systemd 249 knows in the sections that our units have (its load-fragment-gperf; not every alias)."""
+
+from __future__ import annotations
+
+UNIT = """
+Description Documentation SourcePath Requires Requisite Wants BindsTo PartOf Conflicts Before After OnSuccess
+OnFailure PropagatesReloadTo ReloadPropagatedFrom PropagatesStopTo StopPropagatedFrom JoinsNamespaceOf
+RequiresMountsFor StopWhenUnneeded RefuseManualStart RefuseManualStop AllowIsolate DefaultDependencies
+OnSuccessJobMode OnFailureJobMode IgnoreOnIsolate JobTimeoutSec JobRunningTimeoutSec JobTimeoutAction
+JobTimeoutRebootArgument StartLimitIntervalSec StartLimitBurst StartLimitAction FailureAction SuccessAction
+FailureActionExitStatus SuccessActionExitStatus RebootArgument ConditionPathExists ConditionPathExistsGlob
+ConditionPathIsDirectory ConditionPathIsSymbolicLink ConditionPathIsMountPoint ConditionPathIsReadWrite
+ConditionPathIsEncrypted ConditionDirectoryNotEmpty ConditionFileNotEmpty ConditionFileIsExecutable
+ConditionNeedsUpdate ConditionFirstBoot ConditionKernelCommandLine ConditionKernelVersion ConditionArchitecture
+ConditionFirmware ConditionVirtualization ConditionSecurity ConditionCapability ConditionHost ConditionACPower
+ConditionUser ConditionGroup ConditionControlGroupController ConditionEnvironment ConditionCPUs ConditionMemory
+ConditionCPUFeature CollectMode
+"""
+INSTALL = "Alias WantedBy RequiredBy Also DefaultInstance"
+CGROUP = """
+Slice AllowedCPUs AllowedMemoryNodes CPUAccounting CPUWeight StartupCPUWeight CPUShares StartupCPUShares CPUQuota
+CPUQuotaPeriodSec MemoryAccounting MemoryMin DefaultMemoryMin DefaultMemoryLow MemoryLow MemoryHigh MemoryMax
+MemorySwapMax MemoryLimit DeviceAllow DevicePolicy IOAccounting IOWeight StartupIOWeight IODeviceWeight
+IOReadBandwidthMax IOWriteBandwidthMax IOReadIOPSMax IOWriteIOPSMax IODeviceLatencyTargetSec BlockIOAccounting
+BlockIOWeight TasksAccounting TasksMax Delegate DisableControllers IPAccounting IPAddressAllow IPAddressDeny
+IPIngressFilterPath IPEgressFilterPath ManagedOOMSwap ManagedOOMMemoryPressure ManagedOOMMemoryPressureLimit
+ManagedOOMPreference BPFProgram SocketBindAllow SocketBindDeny
+"""
+KILL = "SendSIGKILL SendSIGHUP KillMode KillSignal RestartKillSignal FinalKillSignal WatchdogSignal"
+EXEC = """
+WorkingDirectory RootDirectory RootImage RootImageOptions RootHash RootHashSignature RootVerity MountImages
+ExtensionImages User Group SupplementaryGroups Nice OOMScoreAdjust CoredumpFilter IOSchedulingClass
+IOSchedulingPriority CPUSchedulingPolicy CPUSchedulingPriority CPUSchedulingResetOnFork CPUAffinity NUMAPolicy
+NUMAMask UMask Environment EnvironmentFile PassEnvironment UnsetEnvironment DynamicUser RemoveIPC StandardInput
+StandardOutput StandardError StandardInputText StandardInputData TTYPath TTYReset TTYVHangup TTYVTDisallocate
+SyslogIdentifier SyslogFacility SyslogLevel SyslogLevelPrefix LogLevelMax LogRateLimitIntervalSec LogRateLimitBurst
+LogExtraFields LogNamespace SecureBits CapabilityBoundingSet AmbientCapabilities TimerSlackNSec NoNewPrivileges
+KeyringMode ProtectProc ProcSubset SystemCallFilter SystemCallArchitectures SystemCallErrorNumber SystemCallLog
+MemoryDenyWriteExecute RestrictNamespaces RestrictRealtime RestrictSUIDSGID RestrictAddressFamilies LockPersonality
+LimitCPU LimitFSIZE LimitDATA LimitSTACK LimitCORE LimitRSS LimitNOFILE LimitAS LimitNPROC LimitMEMLOCK LimitLOCKS
+LimitSIGPENDING LimitMSGQUEUE LimitNICE LimitRTPRIO LimitRTTIME ReadWritePaths ReadOnlyPaths InaccessiblePaths
+ExecPaths NoExecPaths BindPaths BindReadOnlyPaths TemporaryFileSystem PrivateTmp PrivateDevices ProtectKernelTunables
+ProtectKernelModules ProtectKernelLogs ProtectClock ProtectControlGroups NetworkNamespacePath IPCNamespacePath
+PrivateNetwork PrivateUsers PrivateMounts PrivateIPC ProtectSystem ProtectHome ProtectHostname MountFlags MountAPIVFS
+Personality RuntimeDirectoryPreserve RuntimeDirectoryMode RuntimeDirectory StateDirectoryMode StateDirectory
+CacheDirectoryMode CacheDirectory LogsDirectoryMode LogsDirectory ConfigurationDirectoryMode ConfigurationDirectory
+SetCredential LoadCredential TimeoutCleanSec PAMName
+"""
+SERVICE = """
+PIDFile ExecCondition ExecStartPre ExecStart ExecStartPost ExecReload ExecStop ExecStopPost RestartSec TimeoutSec
+TimeoutStartSec TimeoutStopSec TimeoutAbortSec TimeoutStartFailureMode TimeoutStopFailureMode RuntimeMaxSec
+WatchdogSec Type Restart PermissionsStartOnly RootDirectoryStartOnly RemainAfterExit GuessMainPID
+RestartPreventExitStatus RestartForceExitStatus SuccessExitStatus NonBlocking BusName FileDescriptorStoreMax
+NotifyAccess Sockets USBFunctionDescriptors USBFunctionStrings OOMPolicy
+"""
+
+KEYS = {
+    "Unit": frozenset(UNIT.split()),
+    "Install": frozenset(INSTALL.split()),
+    "Slice": frozenset(CGROUP.split()),
+    "Service": frozenset(f"{SERVICE} {EXEC} {KILL} {CGROUP}".split()),
+}
