@@ -13,7 +13,8 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Final
 
-from supervisord import __version__
+from supervisord import __version__, applied
+from supervisord.applied import Chosen
 from supervisord.bugs import Bugs
 from supervisord.config import ConfigError, load
 from supervisord.control.listen import ListenError
@@ -36,7 +37,6 @@ from supervisord.core.model import Node
 from supervisord.core.spec import NodeSpec, SupervisorSpec
 from supervisord.effects import NodeEffects, Parts
 from supervisord.engine import profiles
-from supervisord.engine.profiles import Profiles
 from supervisord.gpu.client import GpuProbe
 from supervisord.history import History
 from supervisord.history_answers import HistoryAnswers, stamp
@@ -77,19 +77,16 @@ def run(config_path: Path) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        # Without the files: a model on a disk that is not mounted yet must not keep the other engines down.
-        loaded = load(config_path, trust=os.geteuid() == 0, check_files=False)
-        own_profiles = profiles.load(config_path.absolute().parent, trust=os.geteuid() == 0)
+        chosen = applied.choose(config_path, trust=os.geteuid() == 0)
     except ConfigError as error:
         for problem in error.problems:
             _say(str(problem))
         return EXIT_CONFIG
-    launcher = loaded.spec.supervisor.launcher
-    why_not = no_systemd() if launcher == "systemd" else None
+    why_not = no_systemd() if chosen.spec.supervisor.launcher == "systemd" else None
     if why_not is not None:
         _say(f'cannot use supervisor.launcher = "systemd": {why_not}; write "auto" or "plain"')
         return EXIT_CONFIG
-    state_dir = Path(loaded.spec.supervisor.state_dir)
+    state_dir = Path(chosen.spec.supervisor.state_dir)
     try:
         lock = lock_state_dir(state_dir)
     except StateDirBusy as error:
@@ -102,18 +99,18 @@ def run(config_path: Path) -> int:
         journal = Journal(sink=journald.connect(sys.stderr, os.environ))
         history = History(state_dir, lambda text: journal.tell("history", text, Severity.WARNING))
         voice = Voice(journal, history)
-        for warning in loaded.warnings:
+        for warning in chosen.warnings:
             voice.tell("config_warning", warning, Severity.WARNING)
+        if chosen.error is not None:
+            voice.tell("config_error", chosen.error, Severity.ERROR)
         try:
-            return Daemon(config_path, loaded.spec, own_profiles, voice, history).run()
+            return Daemon(config_path, chosen, voice, history).run()
         except ListenError as error:
             voice.tell("cannot_listen", str(error), Severity.ERROR)
             return EXIT_BUSY if error.busy else EXIT_CANNOT
-        except StateDirError as error:
-            voice.tell("cannot_use_state_dir", str(error), Severity.ERROR)
-            return EXIT_CANNOT
-        except ManagerError as error:
-            voice.tell("cannot_use_systemd", str(error), Severity.ERROR)
+        except (StateDirError, ManagerError) as error:
+            kind = "cannot_use_state_dir" if isinstance(error, StateDirError) else "cannot_use_systemd"
+            voice.tell(kind, str(error), Severity.ERROR)
             return EXIT_CANNOT
         finally:
             voice.close()
@@ -148,9 +145,8 @@ class Replies:
 class Daemon:
     """One running node: its parts, and what the control API asks of them."""
 
-    def __init__(
-        self, config_path: Path, spec: NodeSpec, own_profiles: Profiles, voice: Voice, history: History
-    ) -> None:
+    def __init__(self, config_path: Path, chosen: Chosen, voice: Voice, history: History) -> None:
+        spec = chosen.spec
         self._config_path = config_path
         self._as_root = os.geteuid() == 0
         self._voice = voice
@@ -161,12 +157,12 @@ class Daemon:
         self._ends: SimpleQueue[int] = SimpleQueue()
         self._reloading = Lock()
         self._lanes = Lanes(self._on_bug)
-        state_dir = Path(spec.supervisor.state_dir)
+        self._state_dir = state_dir = Path(spec.supervisor.state_dir)
         self._bugs = Bugs(state_dir, voice)
         self._state = StateFile(state_dir, self._on_trouble)
         self._planner = Planner(
             state_dir,
-            own_profiles,
+            chosen.profiles,
             as_root=self._as_root,
             base_env=dict(os.environ),
             node=lambda: self._board.read()[1],
@@ -178,7 +174,9 @@ class Daemon:
             raise StateDirError(f"cannot read {error.filename or state_dir}: {error.strerror}; mend that") from None
         self._gpus = GpuProbe(self._inbox.put, self._launcher.whose)
         self._kmsg = Kmsg(self._inbox.put, self._on_no_kmsg, self._launcher.whose)
-        node = self._first_node(spec)
+        node = self._first_node(spec, chosen.error)
+        if chosen.tables is not None:
+            self._remember(chosen.tables)
         self._board = Board(node)
         self._past = HistoryAnswers(history, self._board)
         self._schedule = Schedule(self._inbox, spec.supervisor.poll_interval_s)
@@ -239,7 +237,13 @@ class Daemon:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def _first_node(self, spec: NodeSpec) -> Node:
+    def _remember(self, tables: Mapping[str, Any]) -> None:
+        try:
+            applied.save(self._state_dir, tables)
+        except OSError as error:
+            self._on_trouble(f"cannot keep the configuration for a daemon that finds a bad one: {error.strerror}")
+
+    def _first_node(self, spec: NodeSpec, config_error: str | None) -> Node:
         saved, same_boot = self._state.load()
         plan_ids, spawned = self._planner.plan_ids(spec), self._launcher.generations()
         now = time.monotonic()
@@ -249,6 +253,7 @@ class Daemon:
             launcher=self._launcher.name,
             pid=os.getpid(),
             since=now,
+            config_error=config_error,
             gpus=durable.restore_gpus(self._state.gpus),
             engines=durable.restore(spec, plan_ids, saved, now, same_boot=same_boot, spawned=spawned),
         )
@@ -345,6 +350,8 @@ class Daemon:
 
         reply = self._replies.ask(send, ANSWER_S)
         accepted = reply.answer is Answer.ACCEPTED
+        if accepted:
+            self._remember(loaded.tables)
         settling = tuple(name for name in changes if not requests.held(node, loaded.spec, name))
         return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), settling)
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
 from supervisord.launcher import evidence, killing, logs, outcome, ports, procfs, service
-from supervisord.launcher.base import Ended, LaunchError, ManagerError, Ownership, StateDirError, telling
+from supervisord.launcher.base import MARK_STATE, Ended, LaunchError, ManagerError, Ownership, StateDirError, telling
 from supervisord.launcher.cgroups import Cgroup
 from supervisord.launcher.choice import own_unit, service_of
 from supervisord.launcher.dbus import BusError
@@ -366,6 +366,16 @@ class SystemdLauncher:
 
     def _telling(self, what: str) -> contextlib.AbstractContextManager[None]:
         return telling(self._on_trouble, what)
+
+
+def state_dirs() -> list[str]:
+    """The state directories that living engines' units name; empty when nobody can be asked."""
+    try:
+        with Units() as units:
+            found = [units.environment(unit).get(MARK_STATE, "") for unit in units.names(service.PATTERN)]
+    except BusError:
+        return []
+    return sorted(set(filter(None, found)))
 
 
 def _anonymous_bytes(entry: Running) -> int:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.e2e_systemd.node import STATE_DIR, UNIT, SupervisedNode
+from tests.e2e_systemd.node import CONFIG, STATE_DIR, UNIT, SupervisedNode
 from tests.sim.engine import wait_until
 
 ENGINE_UNIT = "vllm-engine-a.service"
@@ -223,6 +223,31 @@ def test_a_reboot_brings_engines_back(node: SupervisedNode) -> None:
     assert node.wait_state("a", "ready")["generation"] == 2
     ended = [event["event"] for event in node.events("stopped")]
     assert len(ended) == 1, f"the daemon ended its engine before the machine went down: {ended}"
+
+
+def test_a_bad_configuration_does_not_leave_engines_alone(node: SupervisedNode) -> None:
+    node.configure("a")
+    node.start()
+    before = node.wait_state("a", "ready")
+    node.machine.write(CONFIG, "[supervisor\n", 0o600)
+    old = node.pid
+    node.machine.run("systemctl", "restart", UNIT)
+    node.wait_new_daemon(old)
+    after = node.wait_state("a", "ready")
+    assert (after["pid"], after["generation"]) == (before["pid"], 1)
+    assert "the last one that was applied is used" in node.status()["supervisor"]["config_error"]
+    node.kill(after["pid"])
+    node.wait_state("a", "ready", 2)
+    node.configure("a")
+    node.cli("reload", "--wait")
+    assert node.status()["supervisor"]["config_error"] is None
+    assert node.engine("a")["generation"] == 2
+    node.machine.run("systemctl", "stop", UNIT)
+    node.machine.write(CONFIG, "[supervisor\n", 0o600)
+    node.machine.write(f"/etc/systemd/system/{UNIT}.d/never.conf", "[Service]\nRestart=no\n")
+    node.machine.run("systemctl", "daemon-reload")
+    node.machine.run("systemctl", "start", UNIT, check=False)
+    assert node.machine.show(UNIT, "ExecMainStatus")["ExecMainStatus"] == "2", "nothing lives: said, and no daemon"
 
 
 def test_a_daemon_killed_again_and_again_converges(node: SupervisedNode) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from supervisord import app
+from supervisord.applied import Chosen
 from supervisord.config import load
 from supervisord.core.messages import Due, Observation, Reconfigured, WindowOpened
 from supervisord.engine.profiles import Profiles
@@ -64,7 +65,7 @@ def test_a_reload_that_the_loop_answers_late_is_applied_whole(
     path.chmod(0o600)
     spec = load(path, trust=False).spec
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    daemon = app.Daemon(path, spec, Profiles(()), voice, history)
+    daemon = app.Daemon(path, Chosen(spec, Profiles(())), voice, history)
     daemon._schedule.start()
     try:
         path.write_text(CONFIG.format(state=home, interval=1800, engines=ENGINE), encoding="utf-8")

@@ -1,0 +1,77 @@
+"""Which configuration a starting daemon uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from supervisord import applied
+from supervisord.config import ConfigError, load
+from supervisord.core.spec import NodeSpec
+
+CONFIG = """[supervisor]
+state_dir = "/var/lib/vs"
+poll_interval_s = 2.5
+[engine.a]
+command = ["/bin/true"]
+model = "m"
+port = 8001
+[engine.a.env]
+HF_TOKEN = "hf_abc"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return path
+
+
+def kept(config: Path) -> NodeSpec:
+    loaded = load(config, trust=False, check_files=False)
+    applied.save(config.parent, loaded.tables)
+    return loaded.spec
+
+
+def test_what_was_applied_is_read_back_whole_and_private(config: Path) -> None:
+    spec = kept(config)
+    assert applied.read(config.parent) == spec
+    assert (config.parent / "applied.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_good_files_are_what_counts(config: Path) -> None:
+    kept(config)
+    config.write_text(CONFIG.replace("2.5", "3"), encoding="utf-8")
+    chosen = applied.choose(config, trust=False)
+    assert chosen.spec.supervisor.poll_interval_s == 3
+    assert chosen.error is None
+    assert chosen.tables is not None
+
+
+def test_refused_files_while_engines_live(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = kept(config)
+    monkeypatch.setattr(applied, "_live_state_dirs", lambda: [config.parent / "absent", config.parent])
+    config.write_text("[supervisor\n", encoding="utf-8")
+    (config.parent / "profiles.toml").write_text("[broken", encoding="utf-8")
+    chosen = applied.choose(config, trust=False)
+    assert chosen.spec == spec
+    assert chosen.tables is None
+    assert chosen.error is not None
+    assert "config.toml" in chosen.error
+    assert chosen.profiles.tables
+
+
+def test_refused_files_and_nothing_lives(config: Path) -> None:
+    kept(config)
+    config.write_text("[supervisor\n", encoding="utf-8")
+    with pytest.raises(ConfigError):
+        applied.choose(config, trust=False)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2, "tables": {}}', '{"version": 1, "tables": []}',
+                                  '{"version": 1, "tables": {"supervisor": {"unknown": 1}}}'])  # fmt: skip
+def test_what_cannot_be_used_is_as_good_as_absent(tmp_path: Path, text: str) -> None:
+    (tmp_path / "applied.json").write_text(text, encoding="utf-8")
+    assert applied.read(tmp_path) is None
