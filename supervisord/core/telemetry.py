@@ -163,7 +163,8 @@ def _late_at(telemetry: Telemetry, asked_at: float) -> float:
 def hasten(turn: Turn, at: float) -> None:
     """Have the next sweep at `at` at the latest."""
     telemetry = turn.node.telemetry
-    if telemetry.running and (telemetry.next_at is None or at < telemetry.next_at):
+    idle = telemetry.running and telemetry.asked_at is None and telemetry.killed_at is None
+    if idle and (telemetry.next_at is None or at < telemetry.next_at):
         turn.node = replace(turn.node, telemetry=replace(telemetry, next_at=at))
 
 

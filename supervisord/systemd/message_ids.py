@@ -16,6 +16,7 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "cannot_listen": "b29d7261f59140f58dc08bcc8c790efe",
     "cannot_use_state_dir": "6ebcbfb5aa254e238d15ee9df02e3e25",
     "cannot_use_systemd": "952228d54916471a9db0a609d87efbe0",
+    "config_error": "ffdabae5f4b04d2bbb15ac6396264db2",
     "config_warning": "1e2de2c1c4d7417a8e3505c5456002b3",
     "daemon_ended": "f6e81e3916f14fb087dc7e5ddb8bf615",
     "daemon_ending": "f2d41e3201f2477886ad3ee1b5f3df27",
