@@ -134,8 +134,8 @@ def wait(turn: Turn, engine: Engine, reason: Reason, recheck_at: float) -> None:
             reason=reason,
         )
     turn.enter(engine, Waiting(reason, recheck_at))
-    if reason.code in GPU_GATES and turn.node.telemetry.asked_at is None:
-        telemetry.hasten(turn, turn.now + telemetry.HURRY_S)
+    if reason.code in GPU_GATES:
+        telemetry.hurry(turn)
 
 
 def _same(old: Reason, new: Reason) -> bool:

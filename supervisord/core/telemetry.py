@@ -168,6 +168,13 @@ def hasten(turn: Turn, at: float) -> None:
         turn.node = replace(turn.node, telemetry=replace(telemetry, next_at=at))
 
 
+def hurry(turn: Turn) -> None:
+    """Somebody begins to wait for a GPU: have the next sweep soon, unless an answer or an end is due that sets it."""
+    telemetry = turn.node.telemetry
+    if telemetry.asked_at is None and telemetry.killed_at is None:
+        hasten(turn, turn.now + HURRY_S)
+
+
 def look_closely(turn: Turn) -> None:
     """Have a slow sweep as soon as can be."""
     turn.node = replace(turn.node, telemetry=replace(turn.node.telemetry, slow_at=turn.now))

@@ -31,7 +31,7 @@ def clear(daemon: FakeDaemon, body: object) -> tuple[int, dict[str, Any]]:
     return call(daemon, "POST", "/v1/gpus/clear", json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("name", [UUID, "0000:1b:00.0", "00000000:1B:00.0", "1b:00", "0", "127"])
+@pytest.mark.parametrize("name", [UUID, "0000:1b:00.0", "1b:00", "0", "127", "GPU-zz11"])
 def test_clear_reaches_the_daemon_with_its_actor(daemon: FakeDaemon, name: str) -> None:
     daemon.answer = (Answer.ACCEPTED, "GPU 0 is trusted again")
     assert clear(daemon, {"gpu": name}) == (202, {"answer": "accepted", "message": "GPU 0 is trusted again"})
@@ -71,14 +71,9 @@ def test_a_loop_that_does_not_answer_is_a_timeout(daemon: FakeDaemon) -> None:
     "name",
     [
         "",
-        "nobody",
-        "GPU-",
         "GPU-" + "a" * 61,
-        "GPU-zz11",
-        "MIG-1234",
-        "-1",
-        "1234",
-        "1b:00.9",
+        "GPU 0",
+        "0/1",
         "0\n",
         "٣",
         "0000:1b:00.0 ",

@@ -305,7 +305,6 @@ def test_what_must_not_be_touched_is_answered_for(box: NvmlBox, probing: Probing
 
 def test_a_new_probe_does_not_even_ask_for_its_name(box: NvmlBox, probing: Probing) -> None:
     box.gpu(1).fault("every", "hang 45")
-    box.gpu(1).lose(code=999)
     uuids = [gpu.uuid for gpu in box.gpus()]
     probing.avoid = (GpuPlace(uuids[1], "0000:2b:00.0", 1),)
     probing.start()
@@ -320,7 +319,6 @@ def test_a_new_probe_does_not_even_ask_for_its_name(box: NvmlBox, probing: Probi
     for gpu in (box.gpu(0), box.gpu(2)):
         gpu.fault("every", None)
     assert [reading.error for reading in probing.gpus(slow=True)] == [None, 16, None]
-    box.gpu(1).come_back()
     box.gpu(1).fault("every", None)
     probing.avoid = ()
     assert probing.gpus()[1].error == 16, "it is looked for in slow sweeps"

@@ -120,7 +120,7 @@ MUTANTS: Final = (
     mutant(
         "the daemon finishes at once",
         "node",
-        "if turn.node.ending and not any(e.live and not isinstance(e.phase, Failed) for e in turn.engines()):",
+        "if turn.node.ending and (turn.node.keeping or not _holds_up(turn)):",
         "if turn.node.ending:",
         "finish_means_nothing_lives",
     ),
