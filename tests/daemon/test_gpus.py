@@ -161,7 +161,7 @@ def test_memory_that_does_not_come_back_holds_the_next_start(node: Callable[...,
     gpu = one.box.gpu(0)
     one.daemon.start()
     one.daemon.wait_state("a", "ready")
-    wait_until(lambda: holders(gpu), DEADLINE_S, "memory to be held")
+    one.wait_gpu(gpu, lambda g: [p["engine"] for p in g["processes"] or ()] == ["a"], "to list its process")
     gpu.set(hold="1")
     pid = one.daemon.engine("a")["pid"]
     os.kill(pid, signal.SIGKILL)
