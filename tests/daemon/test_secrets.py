@@ -18,8 +18,9 @@ WARM = {"enabled": True, "prefill_tokens": 16, "decode_tokens": 2}
 
 
 def written_by_the_daemon(daemon: Daemon) -> str:
-    """All of its files but the engines' own logs, and its log."""
+    """All of its files but the engines' own logs and the copy of the configuration, and its log."""
     files = [path for path in daemon.state_dir.rglob("*") if path.is_file() and path.parent.name != "logs"]
+    files.remove(daemon.state_dir / "applied.json")
     assert {"node.json", "a.jsonl"} <= {path.name for path in files}
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in [*files, daemon.log])
 
@@ -65,7 +66,7 @@ def test_secrets_reach_the_engine_only(tmp_path: Path) -> None:
             for secret in (KEY, TOKEN, OWN):
                 assert secret not in text, text[max(0, text.find(secret) - 300) :][:600]
         assert "cannot use" in texts[-1], "the rest of its last words is told"
-        for path in (daemon.state_dir / "node.json", daemon.state_dir / "identity" / "a.jsonl"):
+        for path in (*daemon.state_dir.glob("*.json"), daemon.state_dir / "identity" / "a.jsonl"):
             assert path.stat().st_mode & 0o077 == 0
 
         # A new key is a new plan: by a reload, and by the next daemon.
