@@ -147,13 +147,10 @@ class SupervisedNode:
 
     def events(self, kind: str) -> list[Document]:
         """What was told under this kind, from the daemon's journal."""
-        found = []
-        for line in self.machine.run("journalctl", "-u", UNIT, "-o", "cat", "--no-pager").stdout.splitlines():
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and event.get("kind") == kind:
-                    found.append(event)
-        return found
+        self.machine.run("journalctl", "--sync")
+        matches = (f"_SYSTEMD_UNIT={UNIT}", f"VLLM_EVENT={kind}")
+        lines = self.machine.run("journalctl", *matches, "-o", "json", "--no-pager").stdout.splitlines()
+        return [{"event": entry["MESSAGE"], "kind": kind} for entry in map(json.loads, lines)]
 
     def mood(self, **mood: Any) -> None:
         """Change how all simulated engines behave."""
