@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from supervisord.control import client
@@ -75,9 +75,11 @@ class SupervisedNode:
         machine.write("/etc/vllm-supervisor/mood.json", "{}")
         machine.run("systemctl", "daemon-reload")
 
-    def configure(self, *engines: str, launcher: str = "auto", **keys: Any) -> None:
+    def configure(
+        self, *engines: str, launcher: str = "auto", supervisor: Mapping[str, Any] | None = None, **keys: Any
+    ) -> None:
         """Write the configuration; `keys` are those of every engine, tables as mappings."""
-        head = table("supervisor", {"listen": "", "launcher": launcher, "poll_interval_s": 0.5})
+        head = table("supervisor", {"listen": "", "launcher": launcher, "poll_interval_s": 0.5, **(supervisor or {})})
         parts = [self.engine_toml(name, 8101 + at, **keys) for at, name in enumerate(engines)]
         self.machine.write(CONFIG, head + "".join(parts), 0o600)
 
