@@ -93,6 +93,16 @@ def test_an_upgrade_that_cannot_start_is_an_error_until_mended(node: PackagedNod
     assert node.systemctl("is-active", UNIT) == "active"
 
 
+def test_without_vllm_the_first_status_says_where_its_installer_is(node: PackagedNode) -> None:
+    node.configure("a", command=["/opt/vllm/bin/vllm", "serve"])
+    node.systemctl("restart", UNIT)
+    node.wait_state("a", "failed")
+    told = node.machine.run("vllm-supervisor", "status", check=False).stdout
+    installer = "/usr/share/vllm-supervisor/scripts/install-vllm"
+    assert f"install vLLM ({installer} --prefix /opt/vllm)" in " ".join(told.split())
+    assert node.machine.run("test", "-x", installer).returncode == 0
+
+
 def test_a_daemon_that_was_stopped_stays_so(node: PackagedNode) -> None:
     node.systemctl("stop", UNIT)
     node.dpkg("-i", "/srv/new.deb")

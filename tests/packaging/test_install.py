@@ -98,7 +98,7 @@ def test_install_use_remove_purge(machine: Machine) -> None:
       vllm-supervisor --version
       vllm-supervisor check-config
       vllm-supervisor status || echo "status $?"
-      /usr/share/vllm-supervisor/scripts/install-vllm --help | head -n 1
+      env -u HOME /usr/share/vllm-supervisor/scripts/install-vllm --help | head -n 1
       id -Gn vllm | tr ' ' '\\n' | sort | tr '\\n' ' '; getent passwd vllm | cut -d: -f6,7
       getent group vllm-admin | cut -d: -f1
       stat -c '%n %a %U %G' /etc/vllm-supervisor/config.toml /var/lib/vllm /var/lib/vllm-supervisor
