@@ -59,8 +59,8 @@ from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
 
 EXTENDED_S: Final = 30.0
-"""Until READY=1, and while the daemon ends, every turn asks systemd for so much more: each step has its own bound, their
-sum has none."""
+"""Before READY=1 and while the daemon ends, every turn asks systemd for so much more: each step has its own bound,
+their sum has none."""
 
 SWEEP_WITHIN_S: Final = 5.0
 """While an engine warms up its GPUs are looked at every second."""

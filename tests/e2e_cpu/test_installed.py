@@ -21,7 +21,7 @@ COMPLETION = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 8,
 
 def places(vllm: RealVllm) -> list[Path]:
     """What an engine reads: its environment, the Python that this is made of, its model."""
-    asked = [vllm.command.parent / "python", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"]
+    asked = [str(vllm.command.parent / "python"), "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"]
     environment, python = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
     return [Path(environment), *([Path(python)] if not python.startswith("/usr") else []), vllm.model]
 

@@ -1,8 +1,8 @@
 """Stands in for the package's command: the same daemon, which kills itself at a step that a test names.
 
-A step is one action that the loop performs ("action"), or one write of the state file ("save"). The file PLAN says which
-to die at, counted from when it appeared, and how: {"kind": "action", "at": 3, "how": "after"}. It goes with the daemon,
-so that the next one lives. STEPS gets the name of each step that was died at.
+A step is one action that the loop performs ("action"), or one write of the state file ("save"). The file PLAN says
+which to die at, counted from when it appeared, and how: {"kind": "action", "at": 3, "how": "after"}. It goes with the
+daemon, so that the next one lives. STEPS gets the name of each step that was died at.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _perform, _save = NodeEffects.perform, StateFile.save
 
 
 def perform(self: NodeEffects, action: Action, node: Node) -> None:
-    """Before: what was decided is on the disk, and nothing of it done. After: it is done, and nobody has heard of it."""
+    """Before: what was decided is on the disk, nothing of it done. After: it is done, and nobody has heard of it."""
     name = type(action).__name__
     how = due("action", name) if name not in LOOKS else None
     if how == "before":
@@ -87,8 +87,8 @@ def save(self: StateFile, *what: Any) -> None:
     _save(self, *what)
 
 
-NodeEffects.perform = perform  # type: ignore[method-assign]
-StateFile.save = save  # type: ignore[method-assign]
+setattr(NodeEffects, "perform", perform)  # noqa: B010 - in the place of a method
+setattr(StateFile, "save", save)  # noqa: B010 - the same
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Boots a real systemd as PID 1 of its own namespaces, over an overlay of this machine's root or of another one.
 
-Needs root that may mount, util-linux, overlayfs, cgroup2, systemd and dbus-daemon; `check` says which of them is missing.
-No network is needed and none is given: inside there is loopback alone.
+Needs root that may mount, util-linux, overlayfs, cgroup2, systemd and dbus-daemon; `check` says which of them is
+missing. No network is needed and none is given: inside there is loopback alone.
 """
 
 from __future__ import annotations
@@ -122,8 +122,10 @@ def check() -> str | None:
     tried = subprocess.run(["unshare", *_SPACES, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
         why = " ".join(tried.stderr.split()) or f"exit status {tried.returncode}"
-        return f"cannot boot systemd for these tests: root may not do here all that it takes ({why}); use a machine or a \
+        return (
+            f"cannot boot systemd for these tests: root may not do here all that it takes ({why}); use a machine or a \
 container that lets it make namespaces and mount overlay and cgroup2"
+        )
     return None
 
 

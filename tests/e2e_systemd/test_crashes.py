@@ -46,7 +46,7 @@ class CrashingNode:
     # --- dying ------------------------------------------------------------------------------------------------------
 
     def at_each_step(self, prepare: Callable[[], object], act: Callable[[], Test]) -> None:
-        """Prepare, arm the daemon for its first step, act, and see all converge; then for its second, until it had no more.
+        """Prepare, arm the daemon for its first step, act, see all converge; then for its second, until it had no more.
 
         What is done says what the engine must come to.
         """
@@ -144,9 +144,13 @@ def test_the_next_daemon_converges_wherever_one_was_killed(packaged: PackagedNod
     def adopt() -> Test:
         engine = packaged.engine("a")
         packaged.kill(packaged.pid)
-        return lambda after: is_ready(after) and (after["pid"], after["generation"]) == (
-            engine["pid"],
-            engine["generation"],
+        return lambda after: (
+            is_ready(after)
+            and (after["pid"], after["generation"])
+            == (
+                engine["pid"],
+                engine["generation"],
+            )
         )
 
     crashing.at_each_step(lambda: packaged.systemctl("stop", UNIT), boot)

@@ -79,5 +79,7 @@ def test_install_start_adopt_upgrade_stop_reboot_purge(node: PackagedNode) -> No
     assert node.wait_state("a", "ready")["generation"] == 2
     node.dpkg("-P", "vllm-supervisor")
     assert node.left_of_engines() == ""
-    found = machine.run("find", "/etc", "/usr", "/var/lib", "/run/vllm-supervisor", "-xdev", "-name", "*vllm*", check=False).stdout
+    found = machine.run(
+        "find", "/etc", "/usr", "/var/lib", "/run/vllm-supervisor", "-xdev", "-name", "*vllm*", check=False
+    ).stdout
     assert [path for path in found.splitlines() if "/usr/lib/python" not in path] == []

@@ -50,7 +50,7 @@ def test_what_somebody_stops_past_the_daemon_stays_stopped(node: PackagedNode, u
 
 
 def test_somebody_who_restarts_the_unit_of_an_engine_gets_one_engine(node: PackagedNode) -> None:
-    """systemd starts generation 1 once more while the daemon puts it away. Whoever is first: never two, and it can go on."""
+    """systemd starts generation 1 once more while the daemon puts it away: whoever is first, never two of it."""
     (pid,) = node.with_engine("a")
     node.systemctl("restart", ENGINE_UNIT, check=False)
     resting = node.wait_engine(
@@ -84,7 +84,7 @@ def test_gpus_are_seen_through_the_sandbox(node: PackagedNode) -> None:
     env = {"SIM_NVML": "/srv/nvml", "LD_LIBRARY_PATH": "/srv/nvml"}
     gpu = box.gpu(1)
     # The kernel log is that of the whole machine, tests beside this one included: an address that nobody else has.
-    domain = f"{random.randrange(0x1000, 0xFFFF):04x}"  # noqa: S311 - not a secret
+    domain = f"{random.randrange(0x1000, 0xFFFF):04x}"
     gpu.set(pci_id=f"{domain}:1b:00.0")
     node.machine.run("mknod", "-m", "0644", "/dev/kmsg", "c", "1", "11")
     node.drop_in("[Service]\n" + "".join(f"Environment={name}={value}\n" for name, value in env.items()))

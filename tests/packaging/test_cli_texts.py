@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -62,7 +61,6 @@ def test_every_exit_code_is_in_the_page() -> None:
     assert {int(code) for code in re.findall(r"^\.B (\d+)$", text_of("man"), re.MULTILINE)} == codes
 
 
-@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
 def test_the_page_is_well_formed(tmp_path: Path) -> None:
     page = tmp_path / "vllm-supervisor.8"
     page.write_text(text_of("man"))
@@ -79,7 +77,6 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -101,7 +98,6 @@ def test_bash_offers(tmp_path: Path, line: list[str], offered: set[str]) -> None
     assert set(done.stdout.removesuffix("\n").split("\n")) == offered
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_can_read_it(tmp_path: Path) -> None:
     script = tmp_path / "_vllm-supervisor"
     script.write_text(text_of("zsh"))
