@@ -160,7 +160,7 @@ _vllm_supervisor() {
     case $word in
       @VALUED@) ((position++)) ;;
       -*) ;;
-      *) [[ $command == gpu || -z $command ]] && command="${command:+$command }$word" ;;
+      *) [[ $command == @NESTED@ || -z $command ]] && command="${command:+$command }$word" ;;
     esac
   done
   COMPREPLY=()
@@ -202,6 +202,7 @@ def bash() -> str:
     text = BASH.replace("@CASES@", "\n".join(cases))
     text = text.replace("@COMMANDS@", " ".join(command.words[0] for command in known if len(command.words) == 1))
     text = text.replace("@FILED@", named(TAKES_FILE)).replace("@ENGINED@", named(TAKES_ENGINE))
+    text = text.replace("@NESTED@", f"@({'|'.join(command.words[0] for command in known if command.actions)})")
     every = {value for _, value in valued}
     return text.replace("@OTHERS@", named(every - TAKES_FILE - TAKES_ENGINE)).replace("@VALUED@", named(every))
 
