@@ -33,8 +33,10 @@ def findings(spec: NotifySpec) -> Iterator[Finding]:
 
 def warnings(spec: NotifySpec) -> Iterator[Finding]:
     """What works, but is probably not meant."""
+    if spec.headers_file is None or _url_problem(spec.url) is not None:
+        return
     url = urlsplit(spec.url)
-    if spec.headers_file is not None and url.scheme == "http" and not _is_loopback(url.hostname or ""):
+    if url.scheme == "http" and not _is_loopback(url.hostname or ""):
         message = "what headers_file holds can be read by everybody on the way"
         yield Finding(("notify", spec.name, "url"), message, "use https", bare_urls(spec.url))
 

@@ -138,7 +138,10 @@ def shown(value: object, at: Parts = ()) -> str:
     if isinstance(value, list | tuple):
         return "[...]" if value else "[]"
     if isinstance(value, str):
-        text = bare_urls(value) if at[:1] == ("notify",) else without_password(value)
+        of_receiver = at[:1] == ("notify",)
+        if of_receiver and "://" not in value:  # perhaps a URL without its beginning
+            return HIDDEN
+        text = bare_urls(value) if of_receiver else without_password(value)
         cut = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
         return f'"{printable(cut)}"'
     if isinstance(value, bool):

@@ -50,6 +50,8 @@ def send(spec: NotifySpec, message: bytes, timeout_s: float) -> Outcome:
         return Outcome(ok=False, detail=f'headers_file "{spec.headers_file}": {error}; {error.remedy}', again=True)
     except ValueError as error:
         return Outcome(ok=False, detail=f'headers_file "{spec.headers_file}": {error}; correct it', again=True)
+    if spec.ca_file is not None and not os.access(spec.ca_file, os.R_OK):
+        return Outcome(ok=False, detail=f'ca_file "{spec.ca_file}" is no readable file', again=True)
     ours = {
         "Content-Type": "application/json",
         "User-Agent": f"vllm-supervisor/{__version__}",
