@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from supervisord.config import load
 from supervisord.core.messages import Record, Severity
 from supervisord.core.spec import NotifySpec
 from supervisord.webhook import post
+from supervisord.webhook.notice import Notice, body
 from supervisord.webhook.notifier import Webhooks
 from supervisord.webhook.outbox import Stats
 from tests.adapters.fake_http import FakeServer, answer, unused_port, wait_for
 
 EXITED = Record("exited", "qwen ended by itself: exit code 1", Severity.ERROR, "qwen", 3, "exited", {"code": 1})
 SPAWNED = Record("spawned", "qwen started", engine="qwen", generation=4)
+PAGE = Path(__file__).parents[2] / "docs" / "notifications.md"
 SOON_S = 5.0
 
 
@@ -61,6 +68,32 @@ def spec(name: str, port: int, **fields: Any) -> NotifySpec:
 
 def documents(server: FakeServer) -> list[dict[str, Any]]:
     return [json.loads(request.body) for request in server.requests]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_for_operators_says_what_is_so(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("".join(blocks("toml")), encoding="utf-8")
+    path.chmod(0o600)
+    assert load(path, trust=False, check_files=False).spec.notify.keys() == {"ops", "night", "archive"}
+    (example,) = map(json.loads, blocks("json"))
+    message = body(Notice("1", 0.0, EXITED), "gpu-01")
+    assert list(example) == list(json.loads(message))
+    assert all(f"`{field}`" in PAGE.read_text(encoding="utf-8") for field in example)
+
+    port = unused_port()
+    (program,) = blocks("python")
+    command = [sys.executable, "-c", program.replace("8080", str(port))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as receiver:
+        try:
+            wait_for(lambda: post.send(spec("ops", port), message, 5).ok)
+            assert receiver.stdout is not None
+            assert receiver.stdout.readline() == "gpu-01: error: qwen ended by itself: exit code 1\n"
+        finally:
+            receiver.kill()
 
 
 def test_each_is_told_what_it_asked_for() -> None:

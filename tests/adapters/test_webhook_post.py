@@ -19,6 +19,8 @@ from supervisord.webhook.outbox import Outcome
 from tests.adapters.fake_http import FakeServer, Request, Script, answer, unused_port
 
 TLS = Path(__file__).parents[1] / "data" / "tls"
+SUBJECT_HASH = "ce275665.0"
+"""openssl x509 -hash -in localhost.pem"""
 MESSAGE = b'{"version": 1}'
 SECRET = "0123456789abcdef"
 SOON_S = 5.0
@@ -241,6 +243,18 @@ def test_a_certificate_that_the_operator_trusts(tls: ssl.SSLContext) -> None:
     with FakeServer(lambda _: answer(200), tls=tls) as server:
         assert post.send(spec_for(server, scheme="https", ca_file=str(TLS / "localhost.pem")), MESSAGE, 10).ok
         assert json.loads(server.requests[0].body) == {"version": 1}
+
+
+def test_a_certificate_that_the_machine_trusts(
+    tls: ssl.SSLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory as update-ca-certificates keeps it: a file of all of them, and each under the hash of its subject."""
+    monkeypatch.setattr(post, "CERTIFICATES", tmp_path)
+    (tmp_path / "ca-certificates.crt").write_text("", encoding="utf-8")
+    with FakeServer(lambda _: answer(200), tls=tls) as server:
+        assert "not trusted" in post.send(spec_for(server, scheme="https"), MESSAGE, 10).detail
+        (tmp_path / SUBJECT_HASH).symlink_to(TLS / "localhost.pem")
+        assert post.send(spec_for(server, scheme="https"), MESSAGE, 10).ok
 
 
 def test_a_certificate_of_another_host(tls: ssl.SSLContext) -> None:
