@@ -7,6 +7,7 @@ the machine's resolver (resolv.conf) instead; nothing can interrupt it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -37,6 +38,12 @@ from supervisord.webhook.outbox import Outcome
 CERTIFICATES: Final = Path("/etc/ssl/certs")
 """What update-ca-certificates(8) keeps. As a directory it costs no memory: OpenSSL reads only what it needs."""
 
+HEADERS: Final = {
+    "Content-Type": "application/json",
+    "User-Agent": f"vllm-supervisor/{__version__}",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
 _SAID_BYTES: Final = 1024
 _SAID_CHARS: Final = 100
 _LATER: Final = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS})
@@ -45,19 +52,11 @@ _LATER: Final = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTT
 def send(spec: NotifySpec, message: bytes, timeout_s: float) -> Outcome:
     """Try once, within `timeout_s`. Raises nothing for what a network, a receiver or a file can do."""
     try:
-        headers = headers_of(read_secret(spec.headers_file, as_root=os.geteuid() == 0)) if spec.headers_file else {}
+        theirs = _headers(spec)
     except SecretError as error:
         return Outcome(ok=False, detail=f'headers_file "{spec.headers_file}": {error}; {error.remedy}', again=True)
-    except ValueError as error:
-        return Outcome(ok=False, detail=f'headers_file "{spec.headers_file}": {error}; correct it', again=True)
     if spec.ca_file is not None and not os.access(spec.ca_file, os.R_OK):
         return Outcome(ok=False, detail=f'ca_file "{spec.ca_file}" is no readable file', again=True)
-    ours = {
-        "Content-Type": "application/json",
-        "User-Agent": f"vllm-supervisor/{__version__}",
-        "Accept-Encoding": "identity",
-        "Connection": "close",
-    }
     exchange = _Exchange(timeout_s)
     try:
         with requests.Session() as session:
@@ -67,17 +66,28 @@ def send(spec: NotifySpec, message: bytes, timeout_s: float) -> Outcome:
             with session.post(
                 spec.url,
                 data=message,
-                headers=ours | headers,
+                headers=HEADERS | theirs,
                 timeout=timeout_s,
                 allow_redirects=False,
                 stream=True,
                 verify=_authorities(spec),
             ) as answer:
-                return _judged(answer, _secrets(spec.url, headers.values()))
+                return _judged(answer, _secrets(spec.url, theirs.values()))
     except (OSError, HTTPError, ValueError) as error:  # requests' errors are OSErrors
         return Outcome(ok=False, detail=exchange.why or _why(error), again=True)
     finally:
         exchange.end()
+
+
+def _headers(spec: NotifySpec) -> dict[str, str]:
+    """Those of the operator. Raises SecretError."""
+    if spec.headers_file is None:
+        return {}
+    text = read_secret(spec.headers_file, as_root=os.geteuid() == 0)
+    try:
+        return headers_of(text)
+    except ValueError as error:
+        raise SecretError(str(error), "correct that line") from None
 
 
 class _Exchange:
@@ -130,10 +140,8 @@ class _Exchange:
     def _cut(self) -> None:
         self._late()
         if self._sock is not None:
-            try:
+            with contextlib.suppress(OSError):  # the receiver has gone already
                 self._sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # the receiver has gone already
 
     def _late(self) -> None:
         self.why = f"no answer within {self._timeout_s:.3g} s"

@@ -23,7 +23,7 @@ SUBJECT_HASH = "ce275665.0"
 """openssl x509 -hash -in localhost.pem"""
 MESSAGE = b'{"version": 1}'
 SECRET = "0123456789abcdef"
-SOON_S = 5.0
+SOON_S = 20.0
 """An exchange that is cut after 0.3 s is over by then, also on a busy machine."""
 
 
@@ -154,11 +154,11 @@ def test_an_endless_answer_is_not_read() -> None:
 
 
 def test_no_threads_stay() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with FakeServer(lambda _: answer(200)) as server:
         for _ in range(5):
             assert post.send(spec_for(server), MESSAGE, 30).ok
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_receiver_that_hangs_holds_up_nothing(tmp_path: Path) -> None:
         daemon.request("stop", "a", "--wait", "--now")
         began = time.monotonic()
         assert daemon.stop() == 0
-        assert time.monotonic() - began < 20, "2 s, and as much as a busy machine adds"
+        assert time.monotonic() - began < 45, "2 s, and as much as a busy machine adds; the receiver has 60"
         (lost,) = daemon.events("notify_lost")
         assert "did not get through before the end" in lost["event"]
 
