@@ -128,6 +128,7 @@ def test_install_use_remove_purge(machine: Machine) -> None:
         "compiled",
         "verified",
         "/usr/share/man/man8/vllm-supervisor.8.gz",
+        "/usr/share/man/man5/vllm-supervisor.toml.5.gz",
         "removed",
         "# mine",
         "no account",
