@@ -29,6 +29,6 @@ def test_the_readme_names_every_page() -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    command = [sys.executable, ROOT / "scripts/make-reference", "--check"]
+    command = [sys.executable, str(ROOT / "scripts/make-reference"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
