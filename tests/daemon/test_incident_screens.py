@@ -48,22 +48,32 @@ def runbook(text: str, code: str, *words: str) -> None:
     expect(entry, *words)
 
 
+@contextlib.contextmanager
+def lasting(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has nothing to do with us, and ends with the block."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 # --- a machine without GPUs -------------------------------------------------------------------------------------------
+
+LISTENER = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(1000)
+"""
 
 
 @pytest.fixture(scope="module")
 def stranger() -> Iterator[tuple[int, int]]:
-    """Pid and port of a process that has nothing to do with us and listens."""
-    code = (
-        "import socket, time\n"
-        "s = socket.create_server(('127.0.0.1', 0))\n"
-        "print(s.getsockname()[1], flush=True)\n"
-        "time.sleep(1000)"
-    )
-    with subprocess.Popen(["python3", "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    """Pid and port of somebody else who listens."""
+    with lasting("python3", "-c", LISTENER) as process:
         assert process.stdout is not None
         yield process.pid, int(process.stdout.readline())
-        process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +178,12 @@ class GpuNode:
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, GpuNode, int]]:
     machine = GpuNode(tmp_path_factory.mktemp("gpus"))
-    with subprocess.Popen(["/bin/sleep", "1000"]) as tenant:
+    with lasting("/bin/sleep", "1000") as tenant, Daemon(section(*machine.sims), env=machine.box.env) as daemon:
         machine.box.gpu(1).process(tenant.pid, 20 * GIB)
-        with Daemon(section(*machine.sims), env=machine.box.env) as daemon:
-            daemon.start()
-            daemon.wait_state("bus", "ready")
-            machine.box.xid(machine.box.gpu(0), 79)
-            yield daemon, machine, tenant.pid
-        tenant.kill()
+        daemon.start()
+        daemon.wait_state("bus", "ready")
+        machine.box.xid(machine.box.gpu(0), 79)
+        yield daemon, machine, tenant.pid
 
 
 def test_a_gpu_that_fell_off_the_bus(gpus: tuple[Daemon, GpuNode, int]) -> None:
@@ -209,7 +217,7 @@ def test_a_start_that_runs_out_of_gpu_memory(gpus: tuple[Daemon, GpuNode, int]) 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     daemon = Daemon(section(Sim(tmp_path, "a")))
-    with daemon, small_disk(daemon.state_dir, 80):
+    with daemon, small_disk(daemon.state_dir, 96):
         daemon.start()
         pid = daemon.wait_state("a", "ready")["pid"]
         with contextlib.suppress(OSError), (daemon.state_dir / "ballast").open("wb", buffering=0) as file:
