@@ -28,6 +28,11 @@ REPOSITORY: Final = Path(__file__).parents[2]
 INSIDE: Final = Path("/opt/under-test")
 """Where the repository is inside: not below /tmp, which services have of their own."""
 
+_MODULES: Final = {
+    Path(path): Path("/opt/modules") / str(number) for number, path in enumerate(sys.path) if "site-packages" in path
+}
+"""Where the libraries of this test's Python are inside: its environment may lie below /tmp, or anywhere."""
+
 _SYSTEMD: Final = Path("/lib/systemd/systemd")
 _MASKED: Final = [
     "systemd-udevd.service",
@@ -145,7 +150,6 @@ class Machine:
         self._console = self.home / "console.log"
         self._unshare: subprocess.Popen[bytes] | None = None
         self.pid1 = 0
-        self._python = [path for path in map(Path, sys.path) if _is_ours(path)]
 
     @property
     def disk(self) -> Path:
@@ -171,8 +175,7 @@ class Machine:
     def boot(self) -> None:
         """Boot, and wait until all of it is up."""
         self._cgroup.mkdir(exist_ok=True)
-        binds = [(REPOSITORY, INSIDE), *((path, _inside(path)) for path in self._python)]
-        binds += [(path, path) for path in self._shown]
+        binds = [(REPOSITORY, INSIDE), *_MODULES.items(), *((path, path) for path in self._shown)]
         lower = ":".join(str(layer) for layer in (self._after, self._root) if layer is not None)
         flat = [str(part) for pair in binds for part in pair]
         arguments = [str(self.home / "root"), str(self.home), TARGET, lower, *flat]
@@ -290,8 +293,8 @@ class Machine:
 
     def python(self) -> tuple[list[str], dict[str, str]]:
         """How this test's Python is run in it, with the repository: command and environment."""
-        places = [str(INSIDE), *(str(_inside(path)) for path in self._python)]
-        return [sys.executable], {"PYTHONPATH": ":".join(places), "PYTHONDONTWRITEBYTECODE": "1"}
+        places = ":".join(map(str, (INSIDE, *_MODULES.values())))
+        return [str(Path(sys.executable).resolve())], {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def journal(self, *argv: str) -> str:
         """What its journal says."""
@@ -320,15 +323,6 @@ class Machine:
     def _env(self, extra: Mapping[str, str] | None) -> dict[str, str]:
         own = {"LANG": "C.UTF-8", "HOME": "/root", "TERM": "dumb", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
         return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **own, **(extra or {})}
-
-
-def _is_ours(path: Path) -> bool:
-    """A directory of modules that is not seen inside by itself: below /tmp, which is another one there."""
-    return path.is_dir() and path.is_relative_to("/tmp") and not path.is_relative_to(REPOSITORY)
-
-
-def _inside(path: Path) -> Path:
-    return Path("/opt/modules") / path.relative_to("/tmp")
 
 
 def _cgroup2() -> Path | None:
