@@ -27,7 +27,7 @@ _SHADES: Final = {
 _WORDS: Final = {Verdict.OK: "ok", Verdict.WARN: "warn", Verdict.FAIL: "fail", Verdict.NOT_CHECKED: "-"}
 _COUNTED: Final = {
     Verdict.FAIL: "failed",
-    Verdict.WARN: "warnings",
+    Verdict.WARN: "warned",
     Verdict.NOT_CHECKED: "not checked",
     Verdict.OK: "ok",
 }
@@ -73,7 +73,7 @@ def view(results: Sequence[Result], *, width: int, colour: bool) -> str:
     if bad:
         lines += ["", render.paint("what failed", render.BOLD, colour)]
         lines += [line for result in bad for line in _lines(result, column, width, colour=colour)]
-    return "".join(f"{line.rstrip()}\n" for line in [*lines, "", _summary(results)])
+    return "".join(f"{line.rstrip()}\n" for line in [*lines, "", *render.wrap(_summary(results), width, "", "")])
 
 
 def _lines(result: Result, column: int, width: int, *, colour: bool) -> Iterator[str]:

@@ -102,7 +102,7 @@ def nvml(facts: Facts) -> Iterator[Finding]:
 def _remedy(problem: int) -> str:
     known = {
         MISMATCH: _RELOAD,
-        NO_LIBRARY: "install the driver's libraries of the same version (Ubuntu: libnvidia-compute-NNN), then: ldconfig",
+        NO_LIBRARY: "install the driver's libraries of the same version (Ubuntu: libnvidia-compute-NNN), then ldconfig",
         NO_PERMISSION: "ls -l /dev/nvidia*; usermod -aG GROUP USER for the group that they belong to",
     }
     return known.get(problem, "nvidia-smi; dmesg | grep -i nvrm")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
 
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, listed, not_checked, ok, warn
 
 _SERVES: Final = re.compile(r"\bvllm['\"]?\s+serve\b|\bvllm\.entrypoints\b")
-_VLLM: Final = re.compile(r"\bvllm\b|\bvllm-(?!supervisor)")
+_VLLM: Final = re.compile(r"\bvllm(?!-supervisor)\b")
 _OURS: Final = re.compile(r"vllm-supervisor\.service|vllm-engine-.+\.service")
 _UNITS: Final = (
     "/etc/systemd/system",
@@ -112,7 +113,7 @@ def processes(facts: Facts) -> Iterator[Finding]:
 
 def _serves(words: list[str]) -> bool:
     """Whether a command line is `.../vllm serve ...` or `python -m vllm.entrypoints....`."""
-    pairs = list(zip(words, words[1:], strict=False))
+    pairs = list(pairwise(words))
     return any(
         (one.rpartition("/")[2] == "vllm" and two == "serve") or (one == "-m" and two.startswith("vllm.entrypoints"))
         for one, two in pairs

@@ -1,4 +1,4 @@
-"""A machine for tests of `doctor`: a folder in the place of /, accounts, answers of commands, NVML's and the daemon's."""
+"""A machine for tests of `doctor`: a folder in the place of /, accounts, and answers of commands, NVML and daemon."""
 
 from __future__ import annotations
 
