@@ -26,7 +26,7 @@ EXIT_CODES = (
     (0, "it worked; the answer is yes"),
     (
         1,
-        "the answer is no: an engine is not ready, a GPU is not well, a check failed, what was awaited did not come about",
+        "the answer is no: an engine is not ready, a GPU is not well, a check failed, what was awaited did not come",
     ),
     (2, "the configuration is invalid"),
     (3, "the daemon does not run"),

@@ -53,6 +53,17 @@ def text_of(path: Path) -> str | None:
         return None
 
 
+def hidden(path: str) -> bool:
+    """Whether we may not even look whether something is there."""
+    try:
+        os.stat(path)  # noqa: PTH116 (text of a configuration)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """One machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,7 @@ from supervisord.core import persistence, telemetry
 from supervisord.core.gpu_inventory import label
 from supervisord.doctor.box import Box
 from supervisord.doctor.facts import NVML_S, Facts, Unknown, cards, kernel_version, switches
-from supervisord.doctor.findings import Finding, fail, listed, not_checked, ok, warn
+from supervisord.doctor.findings import Finding, count, fail, listed, not_checked, ok, warn
 
 MISMATCH: Final = 18
 NO_LIBRARY: Final = 12
@@ -58,7 +58,11 @@ def loaded(facts: Facts) -> Iterator[Finding]:
     elif not isinstance(facts.gpus, Unknown) and facts.gpus.sweep.problem is None:
         yield ok(f"NVIDIA driver {facts.gpus.sweep.driver} answers; its module cannot be seen from here")
     else:
-        why = f"though the PCI bus has {_count(found, 'NVIDIA GPU')}" if found else "and the PCI bus has no NVIDIA GPU"
+        why = (
+            f"though the PCI bus has {count(len(found), 'NVIDIA GPU')}"
+            if found
+            else "and the PCI bus has no NVIDIA GPU"
+        )
         who = f"; engine {listed(spec.name for spec in facts.gpu_engines)} needs it" if facts.gpu_engines else ""
         yield fail(f"the NVIDIA driver is not loaded, {why}{who}", _INSTALL)
 
@@ -96,7 +100,7 @@ def nvml(facts: Facts) -> Iterator[Finding]:
         yield fail(telemetry.no_driver(sweep.problem).message, _remedy(sweep.problem))
         return
     cuda = f", CUDA up to {seen.cuda[0]}.{seen.cuda[1]}" if seen.cuda is not None else ""
-    yield ok(f"NVML answers in {sweep.took_ms:.0f} ms: driver {sweep.driver}{cuda}, {_count(sweep.gpus, 'GPU')}")
+    yield ok(f"NVML answers in {sweep.took_ms:.0f} ms: driver {sweep.driver}{cuda}, {count(len(sweep.gpus), 'GPU')}")
 
 
 def _remedy(problem: int) -> str:
@@ -132,7 +136,7 @@ def devices(facts: Facts) -> Iterator[Finding]:
             names = listed(f"/dev/{path.name}" for path in closed)
             yield fail(f"user {who.name} may not open {names}", _grant(closed[0], who))
         elif paths and not missing:
-            yield ok(f"user {who.name} may open {_count(paths, 'device file')} of NVIDIA")
+            yield ok(f"user {who.name} may open {count(len(paths), 'device file')} of NVIDIA")
 
 
 def _grant(path: Path, who: Account) -> str:
@@ -213,11 +217,11 @@ def fabric(facts: Facts) -> Iterator[Finding]:
         else:
             yield warn(f"{text}; this machine has no NVSwitch of its own", "look at the fabric manager of the rack")
     elif states:
-        yield ok(f"the NVLink fabric of {_count(states, 'GPU')} is up")
+        yield ok(f"the NVLink fabric of {count(len(states), 'GPU')} is up")
     elif runs:
-        yield ok(f"nvidia-fabricmanager runs for {_count(found, 'NVSwitch', 'NVSwitches')}")
+        yield ok(f"nvidia-fabricmanager runs for {count(len(found), 'NVSwitch', 'NVSwitches')}")
     else:
-        text = f"nvidia-fabricmanager does not run, and this machine has {_count(found, 'NVSwitch', 'NVSwitches')}"
+        text = f"nvidia-fabricmanager does not run, and this machine has {count(len(found), 'NVSwitch', 'NVSwitches')}"
         yield fail(f"{text}: CUDA would fail with error 802", _FABRIC_REMEDY)
 
 
@@ -233,8 +237,3 @@ def library_version(box: Box) -> str | None:
         if found is not None:
             return found[1]
     return None
-
-
-def _count(items: Sized, one: str, many: str = "") -> str:
-    number = len(items)
-    return f"{number} {one if number == 1 else many or f'{one}s'}"

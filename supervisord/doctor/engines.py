@@ -13,7 +13,7 @@ from typing import Final
 
 from supervisord.core.gpu_inventory import find
 from supervisord.core.spec import EngineSpec
-from supervisord.doctor.box import text_of
+from supervisord.doctor.box import hidden, text_of
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, fail, listed, not_checked, ok, warn
 from supervisord.engine import launch_env
@@ -42,30 +42,33 @@ def programs(facts: Facts) -> Iterator[Finding]:
     for spec in facts.engines:
         about = f"engine {spec.name}"
         if facts.user_of(spec) is None:
-            yield not_checked("its user does not exist, see below", subject=about)
+            yield not_checked("its user does not exist", subject=about)
+            continue
+        if spec not in _visible(facts):
+            yield not_checked(f"this user may not look at {spec.command[0]}", "run this as root", about)
             continue
         env = _base_env(facts)
         found = explain(spec, as_root=facts.as_root, base_env=env, origins=_origins(facts), known=Knowledge())
-        blind = facts.as_root and not facts.box.is_root
-        wrong = [one for one in found.obstacles if not (blind and (one.key == "api_key_file" or _hidden(spec.command)))]
+        secret = facts.as_root and not facts.box.is_root  # the key is nobody's business but the daemon's
+        wrong = [one for one in found.obstacles if not (secret and one.key == "api_key_file")]
         for one in wrong:
             message, _, remedy = one.text.partition("; ")
             yield fail(message, remedy, about)
         program = resolve_program(spec.command[0], launch_env.search_path(spec, env)) if spec.command else None
-        if program is not None and not wrong:
-            yield ok(f"{program}, for user {found.plan.user or 'of the daemon'}", about)
-        elif not wrong:
-            yield not_checked("only root may look where its program is", "run this as root", about)
+        if not wrong:
+            yield ok(
+                f"{program}, as {f'user {found.plan.user}' if found.plan.user else 'the user of the daemon'}", about
+            )
 
 
 def releases(facts: Facts) -> Iterator[Finding]:
     """Which vLLM it is."""
-    for spec in facts.engines:
+    for spec in _visible(facts):
         about = f"engine {spec.name}"
         text = installed_version(spec.command, launch_env.search_path(spec, _base_env(facts)))
         known = Version.parse(text) if text is not None else None
         if known is None:
-            why = "its command is no script of a Python environment with vLLM in it, so that nobody knows the release"
+            why = "its command is no script of a Python environment that has vLLM: its release is unknown"
             yield not_checked(why, _INSTALL, about)
         elif known < OLDEST:
             why = f"vLLM {text} is older than 0.9: its flags cannot be checked, and metrics are missing that rules need"
@@ -76,7 +79,7 @@ def releases(facts: Facts) -> Iterator[Finding]:
 
 def cuda(facts: Facts) -> Iterator[Finding]:
     """Whether the CUDA that its torch was built with works with this driver and these GPUs."""
-    for spec in facts.gpu_engines:
+    for spec in [spec for spec in _visible(facts) if spec.gpus]:
         libraries = _libraries(spec, facts)
         if libraries:
             yield _cuda_of(spec, facts, libraries)
@@ -115,7 +118,7 @@ def _cuda_of(spec: EngineSpec, facts: Facts, libraries: list[Path]) -> Finding:
 
 def compilers(facts: Facts) -> Iterator[Finding]:
     """What vLLM compiles with at run time: gcc and Python's headers for Triton, nvcc and ninja for FlashInfer."""
-    for spec in facts.engines:
+    for spec in _visible(facts):
         about = f"engine {spec.name}"
         env = _base_env(facts)
         base = launch_env.search_path(spec, env)
@@ -197,17 +200,9 @@ def _origins(facts: Facts) -> Mapping[str, str]:
     return {} if isinstance(facts.config, Unknown) else facts.config.loaded.origins
 
 
-def _hidden(command: tuple[str, ...]) -> bool:
-    """Whether we may not even look whether the program is there."""
-    if not command or not command[0].startswith("/"):
-        return False
-    try:
-        os.stat(command[0])  # noqa: PTH116 (text)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return False
+def _visible(facts: Facts) -> list[EngineSpec]:
+    """Engines whose programs we may look at."""
+    return [spec for spec in facts.engines if not (spec.command and hidden(spec.command[0]))]
 
 
 def _dots(version: Cuda) -> str:

@@ -46,6 +46,11 @@ def not_checked(message: str, remedy: str = "", subject: str = "") -> Finding:
     return Finding(Verdict.NOT_CHECKED, message, remedy, subject)
 
 
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
 def listed(words: Iterable[str], most: int = 4) -> str:
     """A few words of a list, and how many more there are."""
     found = list(dict.fromkeys(words))

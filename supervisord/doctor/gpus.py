@@ -27,7 +27,7 @@ def present(facts: Facts) -> Iterator[Finding]:
     if not facts.readings and not facts.gpu_engines:
         return
     if isinstance(facts.gpus, Unknown) or facts.gpus.sweep.problem is not None:
-        yield not_checked("NVML does not answer, see above")
+        yield not_checked("NVML does not say which there are (check nvml)")
         return
     silent = [reading for reading, _ in facts.readings if reading.error is not None]
     for reading in silent:

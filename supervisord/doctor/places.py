@@ -10,6 +10,7 @@ from typing import Final
 
 from supervisord.config_users import ENGINE_USER, Account, may
 from supervisord.core.spec import EngineSpec
+from supervisord.doctor.box import hidden
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, fail, listed, not_checked, ok, warn
 from supervisord.launcher.preparing import FREE_BYTES_MIN
@@ -58,7 +59,9 @@ def homes(facts: Facts) -> Iterator[Finding]:
     for who, specs in _by_user(facts):
         homes = dict.fromkeys(spec.env.get("HOME") or who.home for spec in specs)
         for home in homes:
-            if not os.path.isdir(home):  # noqa: PTH112 (text)
+            if hidden(home):
+                yield not_checked(f"this user may not look at {home}", "run this as root")
+            elif not os.path.isdir(home):  # noqa: PTH112 (text)
                 remedy = f"install -d -m 0750 -o {who.name} {home}"
                 yield fail(f"the home of user {who.name}, {home}, is not there: vLLM keeps its caches in it", remedy)
             elif not may(who, home, os.W_OK | os.X_OK):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
+from supervisord.doctor.box import Box
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, listed, not_checked, ok, warn
 
@@ -94,21 +95,26 @@ def processes(facts: Facts) -> Iterator[Finding]:
     known = set()
     if not isinstance(facts.daemon, Unknown):
         known = {engine.get("pid") for engine in facts.daemon["engines"]}
-    foreign = []
-    for pid in facts.box.pids():
-        words = (facts.box.text(f"/proc/{pid}/cmdline") or "").split("\0")
-        ours = pid in known or _OURS.search(facts.box.text(f"/proc/{pid}/cgroup") or "")
-        if _serves(words) and not ours:
-            foreign.append(pid)
-    if foreign and isinstance(facts.daemon, Unknown) and facts.daemon.code != "down":
-        yield not_checked(f"pid {listed(map(str, foreign))} serves with vLLM; only the daemon knows its own")
-        return
-    for pid in foreign:
-        # No more of its command line: there may be a key in it.
-        text = f"pid {pid} serves with vLLM and is no engine of the supervisor"
-        yield warn(text, f"ps -o ppid,unit,lstart,args -p {pid} says who started it; end it there")
+    foreign = [pid for pid in facts.box.pids() if _foreign(facts.box, pid, known)]
     if not foreign:
         yield ok("no vLLM runs beside the supervisor's engines")
+        return
+    # No more of their command lines: there may be a key in them.
+    text = f"pid {listed(map(str, foreign))}: serving with vLLM"
+    if isinstance(facts.daemon, Unknown) and facts.daemon.code != "down":
+        yield not_checked(f"{text}; only the daemon knows which are its engines")
+        return
+    remedy = f"ps -o pid,ppid,unit,lstart,args -p {','.join(map(str, foreign))} says who started them; end them there"
+    yield warn(f"{text}, and no engine of the supervisor", remedy)
+
+
+def _foreign(box: Box, pid: int, known: set[object]) -> bool:
+    """Whether a process serves with vLLM and is in no unit, and not in the session, of an engine."""
+    if not _serves((box.text(f"/proc/{pid}/cmdline") or "").split("\0")):
+        return False
+    session = (box.text(f"/proc/{pid}/stat") or "").rpartition(") ")[2].split()[3:4]
+    ours = {pid, *map(int, session)} & known
+    return not ours and _OURS.search(box.text(f"/proc/{pid}/cgroup") or "") is None
 
 
 def _serves(words: list[str]) -> bool:

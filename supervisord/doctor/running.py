@@ -10,7 +10,7 @@ from supervisord.config_checks import host_and_port
 from supervisord.control.client import ControlError, RefusedError, get
 from supervisord.core.spec import EngineSpec
 from supervisord.doctor.facts import ASK_S, Facts, Unknown
-from supervisord.doctor.findings import Finding, fail, not_checked, ok, warn
+from supervisord.doctor.findings import Finding, count, fail, not_checked, ok, warn
 from supervisord.history_read import Reader, UnreadableError, document
 from supervisord.history_store import FILE, BrokenError
 from supervisord.launcher.base import GateError, LaunchError
@@ -90,9 +90,9 @@ def _judged(spec: EngineSpec, events: Iterable[Mapping[str, Any]], about: str) -
     limit = spec.start_timeout_max_s
     if not took and not ended:
         return not_checked("no start of it is in the history yet", subject=about)
-    span = f"{len(took)} starts took {min(took):.0f} to {max(took):.0f} s" if took else "no start came to an end"
+    span = f"{count(len(took), 'start')} took {_span(took)}" if took else "none came to an end"
     if ended:
-        text = f"{len(ended)} starts were ended by start_timeout_s or start_timeout_max_s; {span}"
+        text = f"start_timeout_s or start_timeout_max_s ended {count(len(ended), 'start')}; {span}"
         remedy = (
             f"vllm-supervisor why {spec.name}; if it is only slow, raise start_timeout_s ({spec.start_timeout_s:g})"
         )
@@ -101,6 +101,11 @@ def _judged(spec: EngineSpec, events: Iterable[Mapping[str, Any]], about: str) -
         text = f"{span}, and start_timeout_max_s ends one after {limit:g} s"
         return warn(text, f"start_timeout_max_s = {2 * max(took):.0f}", about)
     return ok(f"{span}; start_timeout_s is {spec.start_timeout_s:g} without progress, {limit:g} in all", about)
+
+
+def _span(took: list[float]) -> str:
+    least, most = f"{min(took):.0f}", f"{max(took):.0f}"
+    return f"{most} s" if least == most else f"{least} to {most} s"
 
 
 def _events(engine: str, facts: Facts) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Final
 from supervisord import __version__
 from supervisord.config_problems import printable
 from supervisord.doctor.facts import Facts, Unknown
-from supervisord.doctor.findings import Finding, fail, listed, not_checked, ok, warn
+from supervisord.doctor.findings import Finding, count, fail, listed, not_checked, ok, warn
 from supervisord.effects import ENDING_TURN_S
 from supervisord.launcher.service import DAEMON
 
@@ -35,8 +35,7 @@ def configuration(facts: Facts) -> Iterator[Finding]:
             yield fail(f"the configuration cannot be read: {found.why}", "look at the disks that it names")
         return
     if found.problems:
-        count = len(found.problems)
-        text = f"{count} problem{'s' if count > 1 else ''}: {listed(map(str, found.problems), _SHOWN)}"
+        text = f"{count(len(found.problems), 'problem')}: {listed(map(str, found.problems), _SHOWN)}"
         yield fail(text, f"vllm-supervisor check-config {path}")
     if found.loaded.warnings:
         text = f"valid, but: {listed(found.loaded.warnings, _SHOWN)}"

@@ -77,10 +77,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def engine(program: object, gpus: str = "0", **keys: str) -> str:
     lines = "".join(f"{name} = {value}\n" for name, value in keys.items())
+    named = f'["{gpus}"]' if gpus else "[]"
     user = 'user = "root"\n' if os.geteuid() == 0 else ""
-    return (
-        f'[engine.q]\ncommand = ["{program}", "serve"]\nmodel = "o/m"\nport = 65001\ngpus = ["{gpus}"]\n{user}{lines}'
-    )
+    return f'[engine.q]\ncommand = ["{program}", "serve"]\nmodel = "o/m"\nport = 65001\ngpus = {named}\n{user}{lines}'
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------
@@ -224,21 +223,33 @@ def test_no_configuration(machine: Machine) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
 def test_as_nobody(machine: Machine) -> None:
-    machine.configure(engine("/opt/vllm/bin/vllm"))
+    closed = machine.folder / "closed"
+    closed.mkdir(mode=0o700)
+    machine.configure(engine(FakeInstallation(closed).program, gpus=""))
+    found = as_nobody(machine)
+    assert "/closed/venv/bin/vllm" in found["engine_start"]["message"]
+    assert found["engine_start"]["verdict"] == "not_checked"
+    assert found["engine_start"]["remedy"] == "run this as root"
+    assert "vllm_version" not in found
     machine.config.chmod(0o600)
+    found = as_nobody(machine)
+    assert found["configuration"]["verdict"] == "not_checked"
+    assert found["configuration"]["remedy"] == "run this as root, or as a member of vllm-admin"
+
+
+def as_nobody(machine: Machine) -> dict[str, dict[str, Any]]:
     # What nobody cannot import is imported before it becomes nobody.
-    script = f"""import os, sys
-import supervisord.cli.doctor, supervisord.doctor.examine, supervisord.control.client
+    script = f"""import os, pathlib, sys
+import supervisord.cli.doctor
+supervisord.config.survey(pathlib.Path({str(machine.config)!r}), trust=False)
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 sys.exit(supervisord.cli.main())"""
     command = [sys.executable, "-c", script, "doctor", "--json", "--config", str(machine.config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
     assert done.stderr == ""
     checks = json.loads(done.stdout)["checks"]
-    found = {check["name"]: check for check in checks}
-    assert found["configuration"]["verdict"] == "not_checked"
-    assert found["configuration"]["remedy"] == "run this as root, or as a member of vllm-admin"
     assert not any("internal error" in check["message"] for check in checks)
+    return {check["name"]: check for check in checks}
 
 
 # --- what people see --------------------------------------------------------------------------------------------------

@@ -209,10 +209,12 @@ def test_processes_that_serve_beside_the_engines(box: Sick) -> None:
     box.process(11, "vllm", ("vllm", "serve", "y"), "/vllm.slice/vllm-engine-y.service")
     box.process(12, "grep", ("grep", "vllm serve"))
     box.process(13, "python3", ("python3", "-m", "vllm.entrypoints.openai.api_server"))
-    found = box.ask("rival_processes")
-    assert [finding.message[:7] for finding in found] == ["pid 10 ", "pid 13 "]
-    assert not any("sesame" in finding.message + finding.remedy for finding in found)
-    box.daemon = {**status(), "engines": [{"pid": 10}, {"pid": 13}]}
+    verdict, text, remedy = box.one("rival_processes")
+    assert (verdict, text) == (WARN, "pid 10, 13: serving with vLLM, and no engine of the supervisor")
+    assert remedy.startswith("ps -o pid,ppid,unit,lstart,args -p 10,13 ")
+    assert "sesame" not in text + remedy
+    box.write("/proc/13/stat", "13 (a) b) S 1 10 10 0 -1")  # of the session of 10
+    box.daemon = {**status(), "engines": [{"pid": 10}]}
     assert box.one("rival_processes")[0] is OK
     box.daemon = Unknown("may not be used", "denied")
     assert box.one("rival_processes")[0] is NOT_CHECKED
