@@ -98,6 +98,14 @@ class Box:
         cut = {name[:15] for name in names}
         return any((self.text(f"/proc/{pid}/comm") or "").strip() in cut for pid in self.pids())
 
+    def group(self, name: str) -> int | None:
+        """The id of a group of the system itself; None when there is none."""
+        for line in (self.text("/etc/group") or "").splitlines():
+            fields = line.split(":")
+            if fields[0] == name and fields[2:3] and fields[2].isdecimal():
+                return int(fields[2])
+        return None
+
     def pids(self) -> list[int]:
         """Every process."""
         return [int(name) for name in self.names("/proc") if name.isdecimal()]

@@ -42,6 +42,7 @@ _RELOAD: Final = (
     "rmmod nvidia_drm nvidia_modeset nvidia_uvm nvidia; modprobe nvidia"
 )
 _INSTALL: Final = "modprobe nvidia; dmesg | grep -i nvrm says why that fails; no driver yet: ubuntu-drivers install"
+_NOUVEAU: Final = "write `blacklist nouveau` into /etc/modprobe.d/nouveau.conf, update-initramfs -u, reboot"
 _FABRIC_REMEDY: Final = "systemctl enable --now nvidia-fabricmanager; its version must be that of the driver"
 _GROUP_MAY: Final = 0o060
 _READ_WRITE: Final = os.R_OK | os.W_OK
@@ -64,7 +65,9 @@ def loaded(facts: Facts) -> Iterator[Finding]:
             else "and the PCI bus has no NVIDIA GPU"
         )
         who = f"; engine {listed(spec.name for spec in facts.gpu_engines)} needs it" if facts.gpu_engines else ""
-        yield fail(f"the NVIDIA driver is not loaded, {why}{who}", _INSTALL)
+        other = facts.box.path("/sys/module/nouveau").is_dir()
+        taken = "; nouveau is, and holds them" if other and found else ""
+        yield fail(f"the NVIDIA driver is not loaded, {why}{taken}{who}", _NOUVEAU if taken else _INSTALL)
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
@@ -160,11 +163,7 @@ def groups(facts: Facts) -> Iterator[Finding]:
     """Whether users of engines are in the groups that devices for computing belong to."""
     if not facts.has_driver:
         return
-    known = {}
-    for line in (facts.box.text("/etc/group") or "").splitlines():
-        name, _, gid, *_ = [*line.split(":"), "", "", ""]
-        if name in {"video", "render"} and gid.isdecimal():
-            known[name] = int(gid)
+    known = {name: gid for name in ("video", "render") if (gid := facts.box.group(name)) is not None}
     for who in _users(facts):
         lacking = [name for name, gid in known.items() if gid not in who.groups and who.uid != 0]
         if lacking:
@@ -184,7 +183,8 @@ def persistenced(facts: Facts) -> Iterator[Finding]:
     """Whether nvidia-persistenced runs, where persistence mode is wanted."""
     if not facts.has_driver:
         return
-    if facts.box.process("nvidia-persistenced"):
+    # From within a container only its socket is to be seen.
+    if facts.box.process("nvidia-persistenced") or facts.box.path("/run/nvidia-persistenced/socket").exists():
         yield ok("nvidia-persistenced runs")
         return
     wanted = [gpu for gpu in facts.inventory.values() if persistence.wanted(gpu, facts.node.gpu)[0]]

@@ -32,7 +32,7 @@ GENERATION_NEEDS: Final[Mapping[int, Cuda]] = {9: (11, 8), 10: (12, 8), 12: (12,
 _TORCH_CUDA: Final = re.compile(r"^cuda\b[^=\n]*= *(?:'([0-9.]+)'|None)", re.MULTILINE)
 _TORCH: Final = re.compile(r"^__version__ *= *'([0-9A-Za-z.+]+)'", re.MULTILINE)
 _RUNTIME: Final = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+)\.(\d+)\S*\.dist-info")
-_INSTALL: Final = "scripts/install-vllm --prefix /opt/vllm installs a release that fits"
+_INSTALL: Final = "scripts/install-vllm (the package has it in /usr/share/vllm-supervisor) installs one that fits"
 _CAPABILITY_JIT: Final = 10
 """From Blackwell on vLLM's default attention kernels are FlashInfer's."""
 
@@ -44,6 +44,9 @@ def programs(facts: Facts) -> Iterator[Finding]:
         if facts.user_of(spec) is None:
             yield not_checked("its user does not exist", subject=about)
             continue
+        if not spec.command:
+            yield not_checked("it names no program", subject=about)
+            continue
         if spec not in _visible(facts):
             yield not_checked(f"this user may not look at {spec.command[0]}", "run this as root", about)
             continue
@@ -54,11 +57,9 @@ def programs(facts: Facts) -> Iterator[Finding]:
         for one in wrong:
             message, _, remedy = one.text.partition("; ")
             yield fail(message, remedy, about)
-        program = resolve_program(spec.command[0], launch_env.search_path(spec, env)) if spec.command else None
         if not wrong:
-            yield ok(
-                f"{program}, as {f'user {found.plan.user}' if found.plan.user else 'the user of the daemon'}", about
-            )
+            who = f"user {found.plan.user}" if found.plan.user else "the user of the daemon"
+            yield ok(f"{resolve_program(spec.command[0], launch_env.search_path(spec, env))}, as {who}", about)
 
 
 def releases(facts: Facts) -> Iterator[Finding]:
@@ -122,7 +123,7 @@ def compilers(facts: Facts) -> Iterator[Finding]:
         about = f"engine {spec.name}"
         env = _base_env(facts)
         base = launch_env.search_path(spec, env)
-        program = resolve_program(spec.command[0], base) if spec.command else None
+        program = resolve_program(spec.command[0], base)
         path = launch_env.program_path(base, program)
         compiler = next(
             (word for word in (spec.env.get("CC"), "gcc", "clang") if word and resolve_program(word, path)), None
@@ -145,7 +146,8 @@ def _header_lacking(program: str | None, path: str) -> Iterator[tuple[str, str]]
         return
     real = Path(os.path.realpath(python))
     found = re.fullmatch(r"python(3\.\d+)", real.name)
-    if found is not None and not (real.parent.parent / "include" / real.name / "Python.h").exists():
+    header = str(real.parent.parent / "include" / real.name / "Python.h")
+    if found is not None and not hidden(header) and not os.path.exists(header):  # noqa: PTH110 (no errors)
         text = f"{real} has no Python.h: Triton cannot compile what launches its kernels"
         yield text, f"apt-get install python{found[1]}-dev, or make the environment with uv's own Python"
 
@@ -153,13 +155,17 @@ def _header_lacking(program: str | None, path: str) -> Iterator[tuple[str, str]]
 def _flashinfer_lacking(spec: EngineSpec, facts: Facts, path: str) -> Iterator[tuple[str, str]]:
     """Only where its kernels are the default ones."""
     libraries = _libraries(spec, facts)
-    there = [name for name in ("flashinfer", "flashinfer_jit_cache") if any((at / name).is_dir() for at in libraries)]
-    if there != ["flashinfer"] or not any(kind[0] >= _CAPABILITY_JIT for kind in _capabilities(spec, facts)):
+    built = _has(libraries, "flashinfer_jit_cache") or not _has(libraries, "flashinfer")
+    if built or not any(kind[0] >= _CAPABILITY_JIT for kind in _capabilities(spec, facts)):
         return
     missing = [tool for tool in ("nvcc", "ninja") if resolve_program(tool, path) is None]
     if missing:
         text = f"no {listed(missing)} in {path}: FlashInfer compiles its kernels for this GPU at run time"
         yield text, "install CUDA's toolkit (nvcc in /usr/local/cuda/bin) and ninja, or flashinfer-jit-cache"
+
+
+def _has(libraries: list[Path], package: str) -> bool:
+    return any(os.path.isdir(library / package) for library in libraries)  # noqa: PTH112 (Path.is_dir raises)
 
 
 def _capabilities(spec: EngineSpec, facts: Facts) -> list[Cuda]:
@@ -186,7 +192,7 @@ def _pair(text: str) -> Cuda:
 def _libraries(spec: EngineSpec, facts: Facts) -> list[Path]:
     """The site-packages of its environment."""
     path = launch_env.search_path(spec, _base_env(facts))
-    program = resolve_program(spec.command[0], path) if spec.command else None
+    program = resolve_program(spec.command[0], path)
     python = interpreter(program, path) if program is not None else None
     return sorted(Path(python).parent.parent.glob("lib*/python3*/site-packages")) if python is not None else []
 
@@ -202,7 +208,7 @@ def _origins(facts: Facts) -> Mapping[str, str]:
 
 def _visible(facts: Facts) -> list[EngineSpec]:
     """Engines whose programs we may look at."""
-    return [spec for spec in facts.engines if not (spec.command and hidden(spec.command[0]))]
+    return [spec for spec in facts.engines if spec.command and not hidden(spec.command[0])]
 
 
 def _dots(version: Cuda) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -29,6 +29,8 @@ NVML_S: Final = FIRST_DEADLINE_S
 """Initialising the driver takes 1 to 3 s for each GPU while persistence mode is off."""
 ASK_S: Final = 5.0
 READ_S: Final = 10.0
+MARGIN_S: Final = 3.0
+"""More than a call that keeps a deadline of its own can need."""
 
 _UNIT_PROPERTIES: Final = (
     "LoadState",
@@ -55,7 +57,10 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that is known. `node` is empty where the configuration is not known; `daemon` is the status document."""
+    """All that is known.
+
+    `as_root`: the daemon of this configuration is root. `daemon`: its status document. `unit`: what systemctl shows.
+    """
 
     box: Box
     config_path: Path
@@ -64,7 +69,7 @@ class Facts:
     config: ConfigSurvey | Unknown
     daemon: Mapping[str, Any] | Unknown
     gpus: GpuSurvey | Unknown
-    unit: Mapping[str, str] | Unknown = field(default_factory=lambda: Unknown("systemd does not run this machine"))
+    unit: Mapping[str, str] | Unknown
 
     @property
     def node(self) -> NodeSpec:
@@ -114,12 +119,13 @@ class Facts:
 
 
 def gather(box: Box, config_path: Path, socket: str | None) -> Facts:
-    """Ask everybody; bounded by the deadlines above. `socket`: "" and None mean the configured one."""
-    as_root = daemon_is_root(config_path) if config_path.exists() else box.is_root
+    """Ask everybody; bounded by the deadlines above. `socket`: None means the configured one."""
+    # Not Path.exists: it raises where we may not look.
+    as_root = daemon_is_root(config_path) if os.path.exists(config_path) else box.is_root  # noqa: PTH110
     config = bounded(READ_S, partial(_configuration, config_path, as_root=as_root))
     node = config.loaded.spec if isinstance(config, ConfigSurvey) else NodeSpec()
     place = socket or node.supervisor.socket
-    daemon = bounded(ASK_S + 1, partial(_daemon, place))
+    daemon = bounded(ASK_S + MARGIN_S, partial(_daemon, place))
     return Facts(
         box=box,
         config_path=config_path,
@@ -127,17 +133,19 @@ def gather(box: Box, config_path: Path, socket: str | None) -> Facts:
         as_root=as_root,
         config=config,
         daemon=daemon,
-        gpus=_gpus(daemon),
-        unit=_unit(box),
+        gpus=bounded(NVML_S + MARGIN_S, partial(_gpus, daemon)),
+        unit=bounded(READ_S, partial(_unit, box)),
     )
 
 
-def bounded(timeout_s: float, ask: Callable[[], T]) -> T | Unknown:
-    """The answer, or that there is none in time."""
+def bounded(timeout_s: float, ask: Callable[[], T | Unknown]) -> T | Unknown:
+    """The answer, or why there is none."""
     try:
         return in_time(timeout_s, ask)
     except LateError as error:
         return Unknown(str(error), "late")
+    except Exception as error:  # noqa: BLE001 - a bug in one source must not hide what the others know
+        return Unknown(f"internal error: {type(error).__name__}: {error}; please report this", "trouble")
 
 
 def kernel_version(box: Box) -> str | None:
@@ -171,8 +179,10 @@ def _configuration(path: Path, *, as_root: bool) -> ConfigSurvey | Unknown:
         os.stat(path)  # noqa: PTH116 (the error tells the cases apart)
     except FileNotFoundError:
         return Unknown(f"{path} is not there", "missing")
+    except PermissionError:
+        return Unknown(f"{path} may not be looked at by this user", "denied")
     except OSError as error:
-        return Unknown(f"{path}: {error.strerror}", "denied")
+        return Unknown(f"{path}: {error.strerror}", "trouble")
     if not os.access(path, os.R_OK):
         return Unknown(f"{path} may not be read by this user", "denied")
     return survey(path, trust=as_root)
@@ -198,8 +208,8 @@ def _gpus(daemon: Mapping[str, Any] | Unknown) -> GpuSurvey | Unknown:
     """Ask NVML, except where that would do harm: what an operator closed stays closed, a dead GPU is not touched."""
     avoid = []
     if not isinstance(daemon, Unknown):
-        trouble = daemon["supervisor"].get("gpu_trouble") or {}
-        if trouble.get("code") == "gpu_released":
+        trouble = daemon["supervisor"].get("gpu_trouble")
+        if isinstance(trouble, dict) and trouble.get("code") == "gpu_released":
             return Unknown(str(trouble.get("message")), "released")
         bad = [gpu for gpu in daemon["gpus"] if gpu.get("quarantined")]
         avoid = [GpuPlace(str(gpu.get("uuid")), str(gpu.get("pci_id") or ""), gpu.get("index")) for gpu in bad]

@@ -9,22 +9,22 @@ from supervisord.core import persistence
 from supervisord.core.gpu_inventory import MIG, find, label
 from supervisord.core.gpu_samples import LOST, GpuReading
 from supervisord.doctor.facts import Facts, Unknown, cards
-from supervisord.doctor.findings import Finding, fail, listed, not_checked, ok, warn
+from supervisord.doctor.findings import Finding, count, fail, listed, not_checked, ok, warn
 from supervisord.gpu.protocol import Depths
 
 _RESET: Final = 'reset it at the next occasion (docs/gpus.md: "To reset a GPU")'
 _ACTIONS: Final = {
-    1: "a reset: stop its engines, vllm-supervisor gpu release, nvidia-smi --gpu-reset -i GPU",
-    2: "a reboot of this machine",
-    3: "its peer traffic to be drained, then a reset",
-    4: "to be drained and reset: stop its engines, vllm-supervisor gpu release, nvidia-smi --gpu-reset -i GPU",
+    1: ("a reset", 'docs/gpus.md: "To reset a GPU"'),
+    2: ("a reboot of this machine", "reboot"),
+    3: ("its peer traffic to be drained", "stop the engines that share it with other GPUs, then reset it"),
+    4: ("to be drained and reset", 'stop its engines; docs/gpus.md: "To reset a GPU"'),
 }
-"""NVML field 230."""
+"""By NVML field 230: what is asked for, and what to do."""
 
 
 def present(facts: Facts) -> Iterator[Finding]:
     """Whether every GPU that there is, or that an engine names, answers."""
-    if not facts.readings and not facts.gpu_engines:
+    if not facts.needs_driver:
         return
     if isinstance(facts.gpus, Unknown) or facts.gpus.sweep.problem is not None:
         yield not_checked("NVML does not say which there are (check nvml)")
@@ -36,7 +36,7 @@ def present(facts: Facts) -> Iterator[Finding]:
         yield fail(f"it does not answer (NVML code {code}{': lost' if lost else ''})", remedy, _name(reading))
     on_bus = len(cards(facts.box))
     if on_bus > len(facts.readings):
-        text = f"the PCI bus has {on_bus} NVIDIA GPUs, NVML shows {len(facts.readings)}"
+        text = f"the PCI bus has {count(on_bus, 'NVIDIA GPU')}, NVML shows {len(facts.readings)}"
         yield fail(text, "dmesg | grep -i nvrm says why the driver left it out")
     wanting = False
     for spec in facts.gpu_engines:
@@ -90,11 +90,10 @@ def recovery(facts: Facts) -> Iterator[Finding]:
     """What the driver asks for."""
     told = [reading for reading, _ in facts.readings if reading.recovery_action is not None]
     for reading in told:
-        action = reading.recovery_action
-        if action:
-            yield fail(
-                f"the driver asks for {_ACTIONS.get(action, f'recovery action {action}')}", _RESET, _name(reading)
-            )
+        if reading.recovery_action:
+            unknown = f"recovery action {reading.recovery_action}", "nvidia-smi -q says which"
+            wanted, remedy = _ACTIONS.get(reading.recovery_action, unknown)
+            yield fail(f"the driver asks for {wanted}", remedy, _name(reading))
     if told and not any(reading.recovery_action for reading in told):
         yield ok("the driver asks for no reset and no reboot")
 

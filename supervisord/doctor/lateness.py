@@ -20,24 +20,24 @@ class Call(Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
-        self._done: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._done.put((self._function(), None))
+            self._done.put((self._function(),))
         except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
-            self._done.put((None, error))
+            self._done.put(error)
 
     def result(self, until: float) -> T:
         """What it came to, waited for until then (monotonic seconds). Raises LateError, and what it raised."""
         try:
-            value, error = self._done.get(timeout=max(0.001, until - time.monotonic()))
+            outcome = self._done.get(timeout=max(0.001, until - time.monotonic()))
         except Empty:
             raise LateError("no answer in time: a disk or a driver hangs (see dmesg)") from None
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]  # it is there where there is no error
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome[0]
 
 
 def in_time(timeout_s: float, function: Callable[[], T]) -> T:

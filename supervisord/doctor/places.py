@@ -25,6 +25,7 @@ SHM_FAIL_BYTES: Final = 128 * MIB
 """Containers get 64 MiB by default, with which NCCL and the processes of one engine cannot talk to each other."""
 SHM_WARN_BYTES: Final = GIB
 
+_ADMINS: Final = "vllm-admin"
 _SHM: Final = "/dev/shm"  # noqa: S108 (looked at)
 _CACHES: Final = (
     ("HF_HOME", ".cache/huggingface"),
@@ -46,6 +47,9 @@ def users(facts: Facts) -> Iterator[Finding]:
         if who is None:
             remedy = f"useradd --system --create-home --home-dir /var/lib/{name} {name}"
             yield fail(f"there is no user {name}", remedy)
+        elif facts.box.group(_ADMINS) in who.groups and who.uid != 0:
+            text = f"user {who.name} is in {_ADMINS}: code that a model brings may command the supervisor"
+            yield warn(text, f"gpasswd -d {who.name} {_ADMINS}")
         elif who.uid == 0 and facts.as_root:
             yield warn(
                 "engines run as root: code that a model brings owns the machine", "give them a user of their own"

@@ -23,7 +23,7 @@ _UNITS: Final = (
     "/usr/lib/systemd/system",
     "/lib/systemd/system",
 )
-_CRON: Final = ("/etc/cron.d", "/var/spool/cron/crontabs", "/var/spool/cron")
+_CRON: Final = ("/etc/cron.d", "/etc/cron.hourly", "/etc/cron.daily", "/var/spool/cron/crontabs", "/var/spool/cron")
 _OTHERS: Final = ("/etc/supervisor/conf.d", "/etc/supervisord.d", "/etc/supervisor", "/etc")
 _SUPERVISORD: Final = re.compile(r"supervisord?\.conf|.+\.(?:conf|ini)")
 
@@ -52,7 +52,12 @@ def _enabled(facts: Facts, name: str) -> bool:
     """Whether a target wants it: a link in one of its folders."""
     folder = "/etc/systemd/system"
     wants = [entry for entry in facts.box.names(folder) if entry.endswith((".wants", ".requires"))]
-    return any(name in facts.box.names(f"{folder}/{entry}") for entry in wants)
+    template = name.removesuffix("@.service")
+    return any(
+        link == name or (template != name and link.startswith(f"{template}@"))
+        for entry in wants
+        for link in facts.box.names(f"{folder}/{entry}")
+    )
 
 
 def cron(facts: Facts) -> Iterator[Finding]:

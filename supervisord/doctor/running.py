@@ -19,6 +19,8 @@ from supervisord.launcher.ports import check_free, ownership
 _NEAR: Final = 0.8
 """A start that took this part of its limit will be ended some day, when the disk is busier."""
 _EVENTS: Final = 500
+_STARTS: Final = 10
+"""The newest that count: what was slow long ago may be mended."""
 _SETTLED: Final = frozenset({"ready", "draining"})
 """States in which the daemon has proved that the port is the engine's own."""
 
@@ -78,21 +80,15 @@ def start_times(facts: Facts) -> Iterator[Finding]:
 
 
 def _judged(spec: EngineSpec, events: Iterable[Mapping[str, Any]], about: str) -> Finding:
-    took: list[float] = []
-    ended = set()
-    for event in events:
-        numbers = event.get("numbers")
-        seconds = numbers.get("took_s") if isinstance(numbers, dict) else None
-        if event.get("kind") == "answering" and isinstance(seconds, int | float):
-            took.append(float(seconds))
-        if event.get("reason") == "start_timeout":
-            ended.add(event.get("generation"))
+    starts = list(_starts(events).values())[-_STARTS:]
+    took = [seconds for seconds in starts if seconds is not None]
+    ended = len(starts) - len(took)
     limit = spec.start_timeout_max_s
-    if not took and not ended:
+    if not starts:
         return not_checked("no start of it is in the history yet", subject=about)
     span = f"{count(len(took), 'start')} took {_span(took)}" if took else "none came to an end"
     if ended:
-        text = f"start_timeout_s or start_timeout_max_s ended {count(len(ended), 'start')}; {span}"
+        text = f"start_timeout_s or start_timeout_max_s ended {ended} of the last {count(len(starts), 'start')}; {span}"
         remedy = (
             f"vllm-supervisor why {spec.name}; if it is only slow, raise start_timeout_s ({spec.start_timeout_s:g})"
         )
@@ -101,6 +97,19 @@ def _judged(spec: EngineSpec, events: Iterable[Mapping[str, Any]], about: str) -
         text = f"{span}, and start_timeout_max_s ends one after {limit:g} s"
         return warn(text, f"start_timeout_max_s = {2 * max(took):.0f}", about)
     return ok(f"{span}; start_timeout_s is {spec.start_timeout_s:g} without progress, {limit:g} in all", about)
+
+
+def _starts(events: Iterable[Mapping[str, Any]]) -> dict[object, float | None]:
+    """Seconds until an engine answered, by generation, oldest first; None: a time limit ended that start."""
+    found: dict[object, float | None] = {}
+    for event in events:
+        numbers = event.get("numbers")
+        seconds = numbers.get("took_s") if isinstance(numbers, dict) else None
+        if event.get("kind") == "answering" and isinstance(seconds, int | float):
+            found[event.get("generation")] = float(seconds)
+        elif event.get("reason") == "start_timeout":
+            found[event.get("generation")] = None
+    return found
 
 
 def _span(took: list[float]) -> str:

@@ -34,14 +34,11 @@ def configuration(facts: Facts) -> Iterator[Finding]:
         else:
             yield fail(f"the configuration cannot be read: {found.why}", "look at the disks that it names")
         return
+    remedy = f"vllm-supervisor check-config {path}"
     if found.problems:
-        text = f"{count(len(found.problems), 'problem')}: {listed(map(str, found.problems), _SHOWN)}"
-        yield fail(text, f"vllm-supervisor check-config {path}")
+        yield fail(f"{count(len(found.problems), 'problem')}: {listed(map(str, found.problems), _SHOWN)}", remedy)
     if found.loaded.warnings:
-        text = f"valid, but: {listed(found.loaded.warnings, _SHOWN)}"
-        yield warn(
-            text.removeprefix("valid, but: ") if found.problems else text, f"vllm-supervisor check-config {path}"
-        )
+        yield warn(f"{count(len(found.loaded.warnings), 'doubt')}: {listed(found.loaded.warnings, _SHOWN)}", remedy)
     if not found.problems and not found.loaded.warnings:
         yield ok(f"{path} is valid; engines: {listed(facts.node.engines) or 'none'}")
 

@@ -214,6 +214,28 @@ def test_no_configuration_makes_it_stumble(machine: Machine, content: bytes) -> 
     assert not any("internal error" in check["message"] for checks in found.values() for check in checks)
 
 
+def test_a_bug_in_one_source_leaves_the_others(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> object:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(facts, "survey", breaks)
+    monkeypatch.setattr(facts, "look", breaks)
+    code, found = machine.run()
+    assert code == 1
+    assert "internal error: ValueError: odd" in found["configuration"][0]["message"]
+    assert found["disk"]
+
+
+@pytest.mark.parametrize("path", ["loop", "file/below", "x" * 300])
+def test_a_path_that_cannot_be(machine: Machine, path: str) -> None:
+    (machine.folder / "loop").symlink_to("loop")
+    (machine.folder / "file").touch()
+    machine.config = machine.folder / path
+    code, found = machine.run()
+    assert code == 1
+    assert found["configuration"][0]["verdict"] == "fail"
+
+
 def test_no_configuration(machine: Machine) -> None:
     machine.config.unlink()
     code, found = machine.run()

@@ -60,6 +60,10 @@ def test_no_driver_for_a_card_that_is_there(box: Sick) -> None:
     )
     assert remedy.startswith("modprobe nvidia")
     assert box.one("nvml")[:2] == (FAIL, "the NVIDIA driver is not loaded; see nvidia-smi and dmesg")
+    (box.root / "sys/module/nouveau").mkdir(parents=True)
+    verdict, text, remedy = box.one("driver")
+    assert "; nouveau is, and holds them; engine q needs it" in text
+    assert remedy.startswith("write `blacklist nouveau`")
     # What follows from it is not told again.
     assert [
         name for name in ("driver_versions", "device_files", "device_groups", "persistenced") if box.ask(name)
@@ -131,6 +135,9 @@ def test_persistenced_is_missed_where_persistence_is_wanted(box: Sick) -> None:
     assert verdict is WARN
     assert "wanted on for GPU 0" in text
     assert "systemctl enable --now nvidia-persistenced" in remedy
+    box.write("/run/nvidia-persistenced/socket", "")
+    assert box.one("persistenced")[0] is OK
+    (box.root / "run/nvidia-persistenced/socket").unlink()
     box.process(77, "nvidia-persistenced")
     assert box.one("persistenced") == (OK, "nvidia-persistenced runs", "")
 
@@ -212,6 +219,11 @@ def test_gpus_that_are_lost_left_out_or_not_there(box: Sick) -> None:
         (FAIL, "engine q"),
     ]
     assert "the PCI bus has 3 NVIDIA GPUs, NVML shows 2" in box.ask("gpus")[1].message
+
+
+def test_a_card_that_the_driver_leaves_out_is_missed_though_no_engine_needs_it(box: Sick) -> None:
+    box.text, box.readings = "", ()
+    assert box.one("gpus")[:2] == (FAIL, "the PCI bus has 1 NVIDIA GPU, NVML shows 0")
 
 
 def test_mig_and_the_engines_that_name_whole_gpus(box: Sick) -> None:

@@ -60,12 +60,12 @@ def test_a_configuration_with_warnings(box: Sick) -> None:
     box.text = '[engine.q]\nmodel = "org/model"\nport = 8001\ngpus = ["0"]\n'
     verdict, text, _ = box.one("configuration")
     assert verdict is WARN
-    assert text.startswith("valid, but: ")
+    assert text.startswith("1 doubt: engine.q.gpus = ")
 
 
 @pytest.mark.parametrize(
     ("why", "verdict"),
-    [("missing", FAIL), ("denied", NOT_CHECKED), ("late", FAIL)],
+    [("missing", FAIL), ("denied", NOT_CHECKED), ("late", FAIL), ("trouble", FAIL)],
 )
 def test_a_configuration_that_nobody_could_read(box: Sick, why: str, verdict: Verdict) -> None:
     box.config = Unknown("it is so", why)
@@ -176,6 +176,13 @@ def test_an_old_unit_is_a_rival_once_it_is_enabled(box: Sick) -> None:
     assert verdict is WARN
     assert text == "/etc/systemd/system/qwen.service starts vLLM at boot, beside the supervisor"
     assert remedy.startswith("systemctl disable --now qwen.service")
+
+
+def test_an_instance_of_a_template_is_a_rival(box: Sick) -> None:
+    box.write("/etc/systemd/system/vllm@.service", OLD_UNIT)
+    assert box.one("rival_units")[0] is OK
+    box.write("/etc/systemd/system/multi-user.target.wants/vllm@qwen.service", "")
+    assert box.one("rival_units")[0] is WARN
 
 
 def test_a_unit_by_module_is_found_too(box: Sick) -> None:
