@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def view(results: Sequence[Result], *, width: int, colour: bool) -> str:
-    """Everything by its heading; what failed once more apart from it, at the end, where eyes and prompt are."""
+    """Everything by its heading but what failed: that stands at the end, where eyes and prompt are."""
     bad = [result for result in results if result.finding.verdict is Verdict.FAIL]
     others = [result for result in results if result.finding.verdict is not Verdict.FAIL]
     column = 0 if width < _NARROW else max((len(result.check.name) for result in results), default=0)

@@ -13,7 +13,7 @@ from supervisord.config_users import Account, may
 from supervisord.core import persistence, telemetry
 from supervisord.core.gpu_inventory import label
 from supervisord.doctor.box import Box
-from supervisord.doctor.facts import NVML_S, Facts, Unknown, cards, kernel_version, switches
+from supervisord.doctor.facts import Facts, Unknown, cards, kernel_version, switches
 from supervisord.doctor.findings import Finding, count, fail, listed, not_checked, ok, warn
 
 MISMATCH: Final = 18
@@ -92,9 +92,8 @@ def nvml(facts: Facts) -> Iterator[Finding]:
     if isinstance(seen, Unknown):
         if seen.code == "released":
             yield not_checked(seen.why)
-        elif seen.code == "hangs":
-            remedy = "dmesg | grep -i nvrm; a reboot is likely to be needed"
-            yield fail(f"NVML does not answer: nothing came within {NVML_S:g} s", remedy)
+        elif seen.code in {"hangs", "late"}:
+            yield fail(seen.why, "dmesg | grep -i nvrm; a reboot is likely to be needed")
         else:
             yield fail(seen.why, "vllm-supervisor has to be installed with its libraries; dmesg | tail")
         return
