@@ -1,6 +1,6 @@
 """Every check: its name in JSON and documentation, the heading that it stands under, and the function that does it.
 
-docs/doctor.md has a line for each (tests/adapters/test_doctor_service.py compares them). A name never changes its meaning.
+docs/doctor.md has a line for each (tests/adapters/test_doctor_service.py compares them). The meaning of a name stays.
 """
 
 from __future__ import annotations

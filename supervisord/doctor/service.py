@@ -18,7 +18,7 @@ SYSTEMD_MIN: Final = 249
 
 _SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|min|h|d|w|month|y)")
 _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800, "month": 2629800}
-_SHOWN: Final = 2
+_SHOWN: Final = 5
 _NEEDRESTART: Final = "/etc/needrestart/conf.d"
 
 
@@ -35,10 +35,16 @@ def configuration(facts: Facts) -> Iterator[Finding]:
             yield fail(f"the configuration cannot be read: {found.why}", "look at the disks that it names")
         return
     remedy = f"vllm-supervisor check-config {path}"
-    if found.problems:
-        yield fail(f"{count(len(found.problems), 'problem')}: {listed(map(str, found.problems), _SHOWN)}", remedy)
-    if found.loaded.warnings:
-        yield warn(f"{count(len(found.loaded.warnings), 'doubt')}: {listed(found.loaded.warnings, _SHOWN)}", remedy)
+    for problem in found.problems[:_SHOWN]:
+        yield fail(
+            f"cannot use {problem.where}: {problem.message}" if problem.path else problem.message,
+            problem.remedy or remedy,
+        )
+    for warning in found.loaded.warnings[:_SHOWN]:
+        yield warn(warning, remedy)
+    more = max(0, len(found.problems) - _SHOWN) + max(0, len(found.loaded.warnings) - _SHOWN)
+    if more:
+        yield warn(f"and {count(more, 'problem or warning', 'problems and warnings')} more", remedy)
     if not found.problems and not found.loaded.warnings:
         yield ok(f"{path} is valid; engines: {listed(facts.node.engines) or 'none'}")
 
