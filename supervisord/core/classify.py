@@ -162,7 +162,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
 )
 
 _UNIMPORTANT: Final = re.compile(
-    r"^\s*$|warnings\.warn|resource_tracker|nanobind|^ - (?:leaked|\.\.\. skipped)"
+    r"^\s*$|HTTP/1\.[01]\" \d{3}\b|warnings\.warn|resource_tracker|nanobind|^ - (?:leaked|\.\.\. skipped)"
     r"|^\s*(?:File \"|~+\^|\^+|For further information)"
 )
 

@@ -278,7 +278,9 @@ def _step(scene: _Scene, event: Event, *, trigger: bool) -> str:
             return f"generation {event.generation} started, pid {event.numbers.get('pid')}"
         case "killing" if trigger:
             return "SIGKILL to all of it"
-        case "requested" | "waiting" | "killing" | "drain_timeout" | "gpu_memory_stays":
+        case "waiting":
+            return f"waits: {event.reason}"
+        case "requested" | "killing" | "drain_timeout" | "gpu_memory_stays":
             return _short(event.message.removeprefix(f"{scene.name} "))
         case kind:
             return _STEPS.get(kind, "")

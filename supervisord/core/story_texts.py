@@ -13,7 +13,9 @@ GATE: Final = "a closed gate: it waits, which costs no restart budget, and looks
 
 WAIT: Final = "nothing: it goes on by itself"
 FOLLOW: Final = "nothing yet: vllm-supervisor status {name} --watch"
-BACKOFF: Final = f"nothing yet, it is started again by itself; what it said: {LOG}"
+BACKOFF: Final = (
+    f"nothing yet, it is started again by itself (sooner: vllm-supervisor start {{name}}); what it said: {LOG}"
+)
 START: Final = "when it is wanted again: vllm-supervisor start {name}"
 HELD: Final = "back into traffic: vllm-supervisor start {name}"
 DEGRADED: Final = f"it serves, but NOW says what is wrong; its log: {LOG}"

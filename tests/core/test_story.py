@@ -281,7 +281,7 @@ def test_many_steps_are_cut() -> None:
     assert len(done) == 4
     assert done[0] == "out of traffic; requests in flight may finish"
     assert done[1].endswith("more steps: vllm-supervisor events --engine qwen")
-    assert done[-1] == "qwen: waiting"
+    assert done[-1] == "waits: gate5"
 
 
 # --- a history that does not reach back -------------------------------------------------------------------------------
