@@ -162,6 +162,10 @@ def test_help_into_a_closed_pipe_is_silent() -> None:
 
 HEAVY = {
     "asyncio",
+    "supervisord.cli.frame",
+    "supervisord.cli.watch",
+    "textwrap",
+    "unicodedata",
     "dataclasses",
     "http",
     "inspect",

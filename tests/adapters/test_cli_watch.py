@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from supervisord.cli import frame
+from supervisord.cli import frame, render
 from supervisord.core.model import Failed, FailedKind
 from tests.adapters.fake_daemon import FakeDaemon, engine, stamp
 from tests.adapters.test_cli_status import GOLDEN, SCENES, WALL, document, size
@@ -120,7 +120,7 @@ def test_second_lines_go_first_then_details_then_those_who_need_nobody() -> None
 
 def test_events_and_sparks_are_at_the_foot() -> None:
     lines = picture("load", 120, 60)
-    assert lines[-6:-1] == [frame.clip(f"07:59:0{n}  {n} {text}", 120) for n, text in enumerate(_messages())]
+    assert lines[-6:-1] == [render.clip(f"07:59:0{n}  {n} {text}", 120) for n, text in enumerate(_messages())]
     assert lines[-7] == "EVENTS"
     (header,) = [line for line in lines if line.startswith("LAST 5 MIN")]
     assert header.split() == ["LAST", "5", "MIN", "KV", "FREE", "TOKENS/S", "GPU", "MEM"]
