@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     Document = dict[str, Any]
 
 _NO_TERMINAL_WIDTH: Final = 200
-_WRAP_MIN: Final = 20
+_WRAP_MIN: Final = 16
+"""Columns of text beside an indentation, also where the terminal has no room for them."""
 _MIB_PER_GIB: Final = 1024
 _COMBINING_MAX: Final = 4
 """Marks on one character that are somebody's language; more of them are drawn over the lines above and below."""
@@ -107,9 +108,8 @@ def clip(text: str, room: int) -> str:
 
 def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[str]:
     """Clean text in lines of this width, with indentations. Only blanks part it: names are copied from here."""
-    width = max(_WRAP_MIN, width)
     lines: list[str] = []
-    line, room = first, width - len(first)
+    line, room = first, max(_WRAP_MIN, width - len(first))
     for word in cell(text).split():
         while True:
             size = columns(word)
@@ -121,7 +121,7 @@ def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[s
                 part = _first(word, room) or word[0]
                 line, word = f"{line}{part}", word[len(part) :]  # noqa: PLW2901 (the rest of it)
             lines.append(line)
-            line, room = rest, width - len(rest)
+            line, room = rest, max(_WRAP_MIN, width - len(rest))
     return [*lines, line] if line.strip() else lines
 
 
