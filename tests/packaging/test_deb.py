@@ -60,6 +60,7 @@ def test_control(package: Path) -> None:
         ("./usr/share/vllm-supervisor/scripts/install-vllm", "-rwxr-xr-x"),
         ("./usr/share/vllm-supervisor/scripts/lib.sh", "-rw-r--r--"),
         ("./usr/share/man/man8/vllm-supervisor.8.gz", "-rw-r--r--"),
+        ("./usr/share/man/man5/vllm-supervisor.toml.5.gz", "-rw-r--r--"),
         ("./usr/share/bash-completion/completions/vllm-supervisor", "-rw-r--r--"),
         ("./usr/share/zsh/vendor-completions/_vllm-supervisor", "-rw-r--r--"),
         ("./usr/share/doc/vllm-supervisor/copyright", "-rw-r--r--"),
