@@ -29,6 +29,8 @@ _SAMPLE_EVERY_S: Final = 1.0
 _NAME_MAX: Final = 16
 _CELLS_MAX: Final = 40
 _VALUE: Final = 7
+_IDLE_RATE: Final = 10.0
+"""Tokens a second: canaries and the like draw no mountain."""
 _STEADY_MIB: Final = 512.0
 """Less growth than this, the margin of the creep rules, draws no mountain."""
 _SEVERITIES: Final = {"critical": RED, "error": RED, "warning": render.YELLOW}
@@ -107,7 +109,7 @@ def _of_pool(values: list[float], last: Moment) -> tuple[float, float]:
 
 
 def _from_zero(values: list[float], _: Moment) -> tuple[float, float]:
-    return 0.0, max(values)
+    return 0.0, max(_IDLE_RATE, *values)
 
 
 def _of_growth(values: list[float], _: Moment) -> tuple[float, float]:

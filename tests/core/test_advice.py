@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from supervisord.core import admission, advice, telemetry
-from supervisord.core.model import ExitClass, FailedKind
-
-PACKAGE = Path(__file__).parents[2] / "supervisord"
-GIVE_CODES = {"Reason": 0, "GateError": 0, "GateClosed": 2, "_EndedError": 0}
-"""Which argument is the code."""
-IN_VARIABLES = {
-    *(kind.value for kind in FailedKind),
-    *(code for code, _ in telemetry.NO_DRIVER.values()),
-    *("gpu_creep", "host_creep"),
-    *("warmup_failed", "warmup_timeout"),
-}
-"""Codes that no literal gives."""
-
-
-def literal_codes(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GIVE_CODES:
-            place = GIVE_CODES[node.func.id]
-            code = node.args[place] if len(node.args) > place else None
-            if isinstance(code, ast.Constant) and isinstance(code.value, str):
-                yield code.value
+from supervisord.core import admission, advice
+from supervisord.core.model import ExitClass
+from tests.docs.codes import reasons
 
 
 def test_every_code_has_an_entry_and_every_entry_a_code() -> None:
-    found = {code for path in PACKAGE.rglob("*.py") for code in literal_codes(path.read_text(encoding="utf-8"))}
-    assert len(found) > 40
-    codes = found | IN_VARIABLES | {telemetry.no_driver(77).code}
-    assert codes == set(advice.REASONS)
+    assert reasons() == set(advice.REASONS) | set(advice.EXITS)
 
 
 def test_every_class_of_exit_has_an_entry() -> None:
