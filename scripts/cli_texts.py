@@ -23,7 +23,10 @@ from supervisord.cli import COMMANDS, PROGRAM, Parser  # noqa: E402 - the same
 
 EXIT_CODES = (
     (0, "it worked; the answer is yes"),
-    (1, "the answer is no: a wanted engine is not ready, a GPU is not well, what was waited for did not come about"),
+    (
+        1,
+        "the answer is no: an engine is not ready, a GPU is not well, a check failed, what was awaited did not come",
+    ),
     (2, "the configuration is invalid"),
     (3, "the daemon does not run"),
     (4, "permission denied"),

@@ -67,6 +67,7 @@ def test_control(package: Path) -> None:
         ("./usr/share/doc/vllm-supervisor/configuration.md", "-rw-r--r--"),
         (f"{LIB}/supervisord/app.py", "-rw-r--r--"),
         (f"{LIB}/supervisord/engine/profiles.toml", "-rw-r--r--"),
+        (f"{LIB}/supervisord/doctor.schema.json", "-rw-r--r--"),
         (f"{LIB}/supervisord/status.schema.json", "-rw-r--r--"),
         (f"{LIB}/psutil/_psutil_linux.abi3.so", "-rw-r--r--"),
     ],
