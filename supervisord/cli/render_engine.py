@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _LABEL: Final = 15
 _BAR_CELLS: Final = 20
 _PACE_MIN_MIB: Final = 1.0
+_MIB_PER_GIB: Final = 1024
 
 
 def view(document: Document, *, width: int, colour: bool, now: float) -> str:
@@ -110,7 +111,9 @@ def _first_token(engine: Document) -> str:
 def _memory(memory: Document, kind: str) -> str:
     used, creep = memory[f"{kind}_mib"], memory[f"{kind}_creep_mib_per_h"]
     pace = "" if creep is None else "steady" if abs(creep) < _PACE_MIN_MIB else f"{creep:+.0f} MiB/h"
-    return _joined(_after("", used, lambda mib: f"{mib / 1024:.1f} GiB"), pace)
+    return _joined(
+        _after("", used, lambda mib: f"{mib / 1024:.1f} GiB" if mib >= _MIB_PER_GIB else f"{mib:.0f} MiB"), pace
+    )
 
 
 def _warmup(warmup: Document) -> str:

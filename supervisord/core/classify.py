@@ -211,4 +211,4 @@ def _last_line(tail: Sequence[str]) -> str:
     for line in reversed(tail):
         if not _UNIMPORTANT.search(line):
             return line.strip()[:_EXCERPT_CHARS]
-    return "(no output)"
+    return "(nothing that says why)" if any(line.strip() for line in tail) else "(no output)"

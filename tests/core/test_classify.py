@@ -211,4 +211,4 @@ def test_long_output_is_looked_through_quickly() -> None:
 def test_an_access_log_is_nobodys_last_words() -> None:
     tail = ["ERROR the reason", 'INFO:     127.0.0.1:54170 - "POST /v1/completions HTTP/1.1" 200 OK']
     assert classify(None, 11, tail)[1] == "last line: ERROR the reason"
-    assert classify(None, 11, tail[1:])[1] == "last line: (no output)"
+    assert classify(None, 11, tail[1:])[1] == "last line: (nothing that says why)"
