@@ -83,13 +83,11 @@ def _last_exit(last: Document | None, now: float) -> str:
 
 
 def _kv(kv: Document) -> str:
-    free, total, usage = kv["free_blocks"], kv["total_blocks"], kv["usage"]
-    picture = bar(usage, 1.0, _BAR_CELLS) or (
-        bar(total - free, total, _BAR_CELLS) if total and free is not None else ""
-    )
-    blocks = "" if free is None else f"{free}{_after(' of ', total)} blocks free"
-    text = _joined(blocks, _after("", _percent(usage), lambda share: f"{share} in use"))
-    return f"{picture} {text}, seen {kv['age_s']:.0f} s ago".strip() if text and kv["age_s"] is not None else text
+    free, share = kv["free_blocks"], render_status.usage(kv)
+    blocks = "" if free is None else f"{free}{_after(' of ', kv['total_blocks'])} blocks free"
+    used = _after("", share, "{:.0%} in use".format)
+    seen = _after("seen ", kv["age_s"], "{:.0f} s ago".format)
+    return " ".join(filter(None, (bar(share, 1.0, _BAR_CELLS), _joined(blocks, used, seen))))
 
 
 def _requests(engine: Document) -> str:

@@ -186,7 +186,7 @@ def _engines(engines: list[Document], width: int, colour: bool, now: float, *, s
 
 def _row(engine: Document, now: float) -> dict[str, str]:
     kv, requests, memory = engine["kv"], engine["requests"], engine["memory"]
-    free = _kv(kv)
+    free, load = _kv(kv), set(requests.values())
     cells = {
         "name": engine["name"],
         "state": problems.state(engine),
@@ -194,11 +194,9 @@ def _row(engine: Document, now: float) -> dict[str, str]:
         "pid": known(engine["pid"]),
         "gen": known(engine["generation"] or None),
         "restarts": _restarts(engine, now),
-        "kvbar": " ".join(filter(None, (bar(_usage(kv), 1.0, _BAR_CELLS), free))),
+        "kvbar": " ".join(filter(None, (bar(usage(kv), 1.0, _BAR_CELLS), free))),
         "kv": free,
-        "requests": UNKNOWN
-        if requests["running"] is None and requests["waiting"] is None
-        else f"{known(requests['running'])}+{known(requests['waiting'])}",
+        "requests": UNKNOWN if load == {None} else f"{known(requests['running'])}+{known(requests['waiting'])}",
         "rate": UNKNOWN if engine["tokens_per_s"] is None else f"{engine['tokens_per_s']:.0f}",
         "ttft": _ttft(engine),
         "gpu": _memory(memory["gpu_mib"], memory["gpu_creep_mib_per_h"]),
@@ -215,11 +213,12 @@ def _shades(engine: Document) -> dict[str, str]:
     return shades | ({"ttft": YELLOW} if _slow(engine) else {})
 
 
-def _usage(kv: Document) -> float | None:
-    usage: float | None = kv["usage"]
-    if usage is None and kv["total_blocks"] and kv["free_blocks"] is not None:
+def usage(kv: Document) -> float | None:
+    """How much of the KV cache is in use, 0 to 1."""
+    share: float | None = kv["usage"]
+    if share is None and kv["total_blocks"] and kv["free_blocks"] is not None:
         return float((kv["total_blocks"] - kv["free_blocks"]) / kv["total_blocks"])
-    return usage
+    return share
 
 
 def _kv(kv: Document) -> str:
@@ -228,19 +227,15 @@ def _kv(kv: Document) -> str:
     if kv["free_blocks"] is not None:
         total = "" if kv["total_blocks"] is None else f"/{kv['total_blocks']}"
         return f"{kv['free_blocks']}{total} free{stale}"
-    usage = _usage(kv)
-    return UNKNOWN if usage is None else f"{1 - usage:.0%} free{stale}"
+    share = usage(kv)
+    return UNKNOWN if share is None else f"{1 - share:.0%} free{stale}"
 
 
 def _restarts(engine: Document, now: float) -> str:
     """How many, and how long ago the last failure was, for a day."""
     count, last = str(engine["restarts"]), engine["last_exit"]
-    if (
-        not engine["restarts"]
-        or last is None
-        or last["class"] == "stopped"
-        or now - render.epoch(last["at"]) > _LATELY_S
-    ):
+    failed = engine["restarts"] > 0 and last is not None and last["class"] != "stopped"
+    if not failed or now - render.epoch(last["at"]) > _LATELY_S:
         return count
     return f"{count} ({age(last['at'], now)} ago)"
 

@@ -23,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-    from typing import Any, Final
+    from typing import Any, Final, NoReturn
 
     Document = dict[str, Any]
     Select = Callable[[Document], Document]
@@ -95,7 +95,11 @@ class Screen:
         self._redraw()
 
 
-def _end(number: int, _: FrameType | None) -> None:
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
@@ -119,7 +123,7 @@ class Watch:
         serial = self._look("/v1/status")
         self._wait()
         for feed in (partial(self._follow_status, serial), self._follow_events, self._read_keys):
-            threading.Thread(target=feed, daemon=True).start()
+            threading.Thread(target=self._run, args=(feed,), daemon=True).start()
         with Screen(lambda: self._inbox.put(lambda: None)) as screen:
             while not self._ended:
                 screen.draw(self._picture())
@@ -153,6 +157,13 @@ class Watch:
         )
 
     # --- threads ------------------------------------------------------------------------------------------------------
+
+    def _run(self, feed: Callable[[], None]) -> None:
+        """A bug ends the command with its sentence, instead of a thread with its traceback on the picture."""
+        try:
+            feed()
+        except Exception as error:  # noqa: BLE001 - it is raised again where it can be told
+            self._inbox.put(partial(_raise, error))
 
     def _look(self, target: str) -> int:
         reply = get(self._socket, target, ANSWER_S + REFRESH_S)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from supervisord.cli import frame, render
+from supervisord.cli import frame, render, watch
 from supervisord.core.model import Failed, FailedKind
 from tests.adapters.fake_daemon import FakeDaemon, engine, stamp
 from tests.adapters.test_cli_status import GOLDEN, SCENES, WALL, document, size
@@ -352,3 +352,14 @@ def test_a_dumb_terminal_gets_plain_text(daemon: FakeDaemon, monkeypatch: pytest
         assert process.wait(DEADLINE_S) == 130
     os.close(ours)
     assert b"\x1b" not in seen
+
+
+def test_a_bug_in_a_thread_is_told_by_the_command() -> None:
+    view = watch.Watch("/none", None, lambda found: found)
+
+    def broken() -> None:
+        raise IndexError
+
+    view._run(broken)
+    with pytest.raises(IndexError):
+        view._wait()
