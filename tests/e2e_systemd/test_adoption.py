@@ -1,0 +1,87 @@
+"""What outlives the daemon under a real systemd: what engines wrote, what was known of them, who may run them."""
+
+from __future__ import annotations
+
+import json
+
+from supervisord.cli import DENIED
+from tests.e2e_systemd.node import SOCKET, USER, SupervisedNode
+from tests.sim.engine import wait_until
+
+ENGINE_UNIT = "vllm-engine-a.service"
+
+
+# --- the journal ------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_engine_writes_is_in_the_journal_under_its_name(node: SupervisedNode) -> None:
+    node.configure("a", "b")
+    node.start()
+    node.wait_state("a", "ready")
+    node.wait_state("b", "ready")
+    node.machine.run("journalctl", "--sync")
+    shown = node.machine.run("journalctl", "-t", "vllm-a", "-o", "json", "--no-pager").stdout.splitlines()
+    entries = [json.loads(line) for line in shown]
+    assert any("Application startup complete" in entry["MESSAGE"] for entry in entries)
+    kinds = {(e["_SYSTEMD_UNIT"], e["VLLM_ENGINE"], e["VLLM_GENERATION"], e["_TRANSPORT"]) for e in entries}
+    assert kinds == {(ENGINE_UNIT, "a", "1", "stdout")}
+    limit = node.machine.show(ENGINE_UNIT, "LogRateLimitIntervalUSec", "StandardOutput", "StandardError")
+    assert limit == {"LogRateLimitIntervalUSec": "0", "StandardOutput": "journal", "StandardError": "journal"}
+    assert node.machine.run("ls", "/var/lib/vllm-supervisor").stdout.split().count("logs") == 0
+    assert "Application startup complete" in node.cli("logs", "a", "-n", "50").stdout
+    # Who may not read the journal hears that, and is not shown an empty log.
+    node.machine.run("chmod", "666", SOCKET)
+    python, env = node.machine.python()
+    argv = (*python, "-m", "supervisord", "--socket", SOCKET, "logs", "a")
+    refused = node.machine.run("setpriv", f"--reuid={USER}", "--clear-groups", *argv, check=False, env=env)
+    assert (refused.returncode, refused.stdout) == (DENIED, "")
+    assert "systemd-journal" in refused.stderr
+
+
+def test_last_words_are_those_of_the_generation_that_ended(node: SupervisedNode) -> None:
+    node.mood(start_error={"capture": "maxlen_gt_kv"})
+    node.configure("a", "b")
+    node.start()
+    failed = node.wait_state("a", "failed")
+    assert failed["last_exit"]["class"] == "config"
+    advice = failed["last_exit"]["advice"]
+    node.mood()
+    node.cli("reset", "a")
+    pid = node.wait_state("a", "ready", 2)["pid"]
+    node.kill(pid)
+    # The words of the first generation say "config"; this one just died.
+    last = node.wait_engine("a", lambda e: e["last_exit"]["generation"] == 2, "its end")["last_exit"]
+    assert (last["class"], last["signal"]) == ("crash", 9)
+    assert last["advice"] != advice
+
+
+def test_a_journald_that_hangs_holds_up_no_engine(node: SupervisedNode) -> None:
+    node.configure("a")
+    node.start()
+    pid = node.wait_state("a", "ready")["pid"]
+    journald = int(node.machine.show("systemd-journald.service", "MainPID")["MainPID"])
+    node.kill(journald, "STOP")
+    try:
+        node.kill(pid)
+        after = node.wait_state("a", "ready", 2)
+        assert after["last_exit"]["signal"] == 9
+    finally:
+        node.kill(journald, "CONT")
+    wait_until(
+        lambda: any("journalctl --sync" in told["event"] for told in node.events("trouble")), 30, "that to be told"
+    )
+
+
+def test_lines_in_the_journal_are_counted_as_progress(node: SupervisedNode) -> None:
+    node.mood(ready_delay_s=600)
+    node.configure("a", start_timeout_s=6)
+    node.start()
+    node.wait_state("a", "starting", 1)
+
+    def lines() -> int:
+        words = node.engine("a")["reasons"][0]["message"].partition(" different log lines")[0].split()
+        return int(words[-1]) if words[-1].isdecimal() else 0
+
+    assert wait_until(lines, 30, "lines of its output to be counted") >= 1
+    timed_out = node.wait_engine("a", lambda e: e["last_exit"] is not None, "the start to be given up")
+    assert "no new line" in timed_out["last_exit"]["advice"]
