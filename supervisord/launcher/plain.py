@@ -219,3 +219,18 @@ class PlainLauncher(CommonLauncher[Entry]):
     def _note(self, entry: Entry, facts: dict[str, object]) -> None:
         with self._telling(f"cannot add to the identity record of {entry.engine}"):
             self._records.add(entry.engine, entry.record.generation, facts)
+
+
+def living(state_dir: Path) -> list[str]:
+    """Engines that a killed daemon left and that did not end, by their identity records."""
+    try:
+        records, _ = Records(state_dir / "identity").load()
+    except OSError:
+        return []
+    census, boot, found = procfs.census(), boot_id(), []
+    for record in records:
+        entry = Entry(record, None, Path())
+        entry.forget_main_unless_alive(boot, census)
+        if not record.ended and family.look(census, entry.clues(str(state_dir)), everywhere=True).members:
+            found.append(record.engine)
+    return found

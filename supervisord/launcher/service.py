@@ -10,12 +10,11 @@ from typing import Final, NamedTuple
 
 from supervisord.core.spec import ENGINE_NAME_PATTERN
 from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE, log_identifier
+from supervisord.launcher.choice import SLICE
 from supervisord.launcher.preparing import Prepared
 from supervisord.launcher.spawn import OOM_SCORE_ADJ, OPEN_FILES
 from supervisord.launcher.units import Property
 
-SLICE: Final = "vllm.slice"
-PATTERN: Final = "vllm-engine-*.service"
 DAEMON: Final = "vllm-supervisor.service"
 """The unit of a daemon that was started by hand, for the order at shutdown."""
 

@@ -7,7 +7,7 @@ pidfd tells the end of the main one; systemd is asked only when an engine begins
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progre
 from supervisord.launcher import killing, logs, outcome, procfs, service
 from supervisord.launcher.base import MARK_STATE, Ended, LaunchError, ManagerError
 from supervisord.launcher.cgroups import Cgroup
-from supervisord.launcher.choice import own_unit, service_of
+from supervisord.launcher.choice import PATTERN, SLICE, own_unit, service_of
 from supervisord.launcher.common import SWEEP_S, CommonLauncher, Kept
 from supervisord.launcher.dbus import BusError
 from supervisord.launcher.entry import BytesRead
@@ -135,7 +135,7 @@ class SystemdLauncher(CommonLauncher[Running]):
         pid = seen.main_pid or seen.exited_pid
         stat = procfs.read_stat(pid) if service_of(pid) == service.unit_name(marks.engine) else None
         process = Process(pid, stat.start_ticks if stat is not None else 0, self._boot_id)
-        path = seen.cgroup or f"{service.SLICE}/{service.unit_name(marks.engine)}"
+        path = seen.cgroup or f"{SLICE}/{service.unit_name(marks.engine)}"
         return Running(marks, path, seen.invocation, process)
 
     def _watch(self, entry: Running) -> None:
@@ -152,7 +152,7 @@ class SystemdLauncher(CommonLauncher[Running]):
         found = []
         try:
             with Units() as units:
-                for unit in units.names(service.PATTERN):
+                for unit in units.names(PATTERN):
                     marks = service.read_marks(unit, units.environment(unit), str(self._state_dir))
                     seen = units.look(unit)
                     if marks is not None and seen is not None and seen.active != "inactive":
@@ -269,10 +269,20 @@ def state_dirs() -> list[str]:
     """The state directories that living engines' units name; empty when nobody can be asked."""
     try:
         with Units() as units:
-            found = [units.environment(unit).get(MARK_STATE, "") for unit in units.names(service.PATTERN)]
+            found = [units.environment(unit).get(MARK_STATE, "") for unit in units.names(PATTERN)]
     except BusError:
         return []
     return sorted(set(filter(None, found)))
+
+
+def engines_of(units: Iterable[str], state_dir: Path) -> list[str]:
+    """The engines of this state directory among these units. Raises ManagerError."""
+    try:
+        with Units() as bus:
+            marks = [service.read_marks(unit, bus.environment(unit), str(state_dir)) for unit in units]
+    except BusError as error:
+        raise ManagerError(f"cannot find out whose engines run: {error}") from None
+    return [mark.engine for mark in marks if mark is not None]
 
 
 def _anonymous_bytes(cgroup: Cgroup) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from supervisord.cli import DENIED
-from tests.e2e_systemd.node import SOCKET, USER, SupervisedNode
+from tests.e2e_systemd.node import CONFIG, DEADLINE_S, SOCKET, UNIT, USER, SupervisedNode
 from tests.sim.engine import wait_until
 
 ENGINE_UNIT = "vllm-engine-a.service"
@@ -85,3 +85,58 @@ def test_lines_in_the_journal_are_counted_as_progress(node: SupervisedNode) -> N
     assert wait_until(lines, 30, "lines of its output to be counted") >= 1
     timed_out = node.wait_engine("a", lambda e: e["last_exit"] is not None, "the start to be given up")
     assert "no new line" in timed_out["last_exit"]["advice"]
+
+
+# --- another launcher than before -------------------------------------------------------------------------------------
+
+
+def test_engines_that_are_services_stay_so_until_they_are_stopped(node: SupervisedNode) -> None:
+    node.configure("a")
+    node.start()
+    before = node.wait_state("a", "ready")
+    asking = node.asking(8101)
+    old = node.pid
+    node.configure("a", launcher="plain")
+    node.machine.run("systemctl", "restart", UNIT)
+    node.wait_new_daemon(old)
+    assert node.wait_state("a", "ready", 1)["pid"] == before["pid"]
+    assert asking.end()[1] == "[]"
+    assert node.status()["supervisor"]["launcher"] == "systemd"
+    (told,) = [told["event"] for told in node.events("trouble") if "launcher" in told["event"]]
+    assert told.startswith("the systemd launcher goes on, because it started engines that live (a): to use the plain")
+    node.machine.run("systemctl", "stop", UNIT)
+    node.start()
+    after = node.wait_state("a", "ready", 2)
+    assert node.status()["supervisor"]["launcher"] == "plain"
+    assert node.machine.run("systemctl", "list-units", "--all", "--no-legend", "vllm-engine-*").stdout == ""
+    assert after["pid"] in node.machine.members(f"/system.slice/{UNIT}")
+
+
+def test_engines_that_a_killed_plain_daemon_left_are_not_started_again_as_services(node: SupervisedNode) -> None:
+    node.configure("a", launcher="plain")
+    python, env = node.machine.python()
+    by_hand = node.machine.popen(
+        "env",
+        *(f"{name}={value}" for name, value in env.items()),
+        *python,
+        "-m",
+        "supervisord",
+        "run",
+        "--config",
+        CONFIG,
+    )
+    before = node.wait_state("a", "ready")
+    daemon = int(node.status()["supervisor"]["pid"])
+    node.kill(daemon)
+    by_hand.wait(DEADLINE_S)
+    node.configure("a")
+    node.start()
+    after = node.wait_state("a", "ready", 1)
+    assert after["pid"] == before["pid"]
+    assert node.status()["supervisor"]["launcher"] == "plain"
+    assert node.processes("a") == []
+    node.machine.run("systemctl", "stop", UNIT)
+    assert node.machine.run("pgrep", "-u", USER, check=False).stdout == ""
+    node.start()
+    node.wait_state("a", "ready", 2)
+    assert node.status()["supervisor"]["launcher"] == "systemd"
