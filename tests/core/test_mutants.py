@@ -46,7 +46,7 @@ MUTANTS: Final = (
     mutant(
         "what an earlier daemon left is overlooked",
         "node",
-        "        _take_over(turn, left)",
+        "        adoption.take_over(turn, left)",
         "        pass",
         "rest_means_gone",
         "forgotten_means_gone",
@@ -54,7 +54,7 @@ MUTANTS: Final = (
     ),
     mutant(
         "a leftover without its main process is not swept",
-        "node",
+        "adoption",
         "        ending.kill(turn, engine, after, cause)",
         "        pass",
         "rest_means_gone",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+
+import pytest
 
 from supervisord.cli import DENIED
 from tests.e2e_systemd.node import CONFIG, DEADLINE_S, SOCKET, UNIT, USER, SupervisedNode
@@ -140,3 +143,73 @@ def test_engines_that_a_killed_plain_daemon_left_are_not_started_again_as_servic
     node.start()
     node.wait_state("a", "ready", 2)
     assert node.status()["supervisor"]["launcher"] == "systemd"
+
+
+# --- what was known goes on -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["kill", "restart"])
+def test_an_operator_sees_no_difference_after_a_new_daemon(node: SupervisedNode, how: str) -> None:
+    node.configure("a", "b")
+    node.start()
+    node.wait_state("b", "ready")
+    node.kill(node.wait_state("a", "ready")["pid"])
+    before = node.wait_state("a", "ready", 2)
+    node.cli("drain", "b")
+    drained = node.wait_state("b", "draining")
+    old = node.pid
+    if how == "kill":
+        node.kill(old)
+    else:
+        node.machine.run("systemctl", "restart", UNIT)
+    node.wait_new_daemon(old)
+    after = node.wait_state("a", "ready")
+    assert before["warmup"]["settled_ms"] is not None
+    assert before["restarts"] == 1
+    for name in ("pid", "generation", "restarts", "warmup", "wanted"):
+        assert after[name] == before[name]
+    # Wall-clock times are made of monotonic ones when they are asked for: the last digits differ.
+    assert [seconds(after[name]) for name in ("since", "ready_since")] == pytest.approx(
+        [seconds(before[name]) for name in ("since", "ready_since")], abs=0.01
+    )
+    last = {**after["last_exit"], "at": None}
+    assert last == {**before["last_exit"], "at": None}
+    still = node.wait_state("b", "draining")
+    assert (still["pid"], still["generation"], still["reasons"]) == (drained["pid"], 1, drained["reasons"])
+    assert seconds(still["since"]) == pytest.approx(seconds(drained["since"]), abs=0.01)
+    node.cli("start", "b")
+    assert node.wait_state("b", "ready", 1)["pid"] == drained["pid"]
+
+
+def test_a_changed_configuration_is_applied_gracefully_by_the_next_daemon(node: SupervisedNode) -> None:
+    node.configure("a")
+    node.start()
+    before = node.wait_state("a", "ready")
+    old = node.pid
+    node.configure("a", args={"max-model-len": 4096})
+    node.machine.run("systemctl", "restart", UNIT)
+    node.wait_new_daemon(old)
+    after = node.wait_state("a", "ready", 2)
+    assert after["pid"] != before["pid"]
+    (left,), (drained,) = node.events("leftover"), node.events("draining")
+    assert "ended: it is not wanted as it runs" in left["event"]
+    assert drained["event"].startswith("a is draining up to 2 s: left by an earlier daemon")
+
+
+def test_a_restart_that_was_under_way_is_no_crash(node: SupervisedNode) -> None:
+    node.mood(ignore_sigterm=True)
+    node.configure("a", stop_timeout_s=3, drain_timeout_s=0)
+    node.start()
+    node.wait_state("a", "ready")
+    node.cli("restart", "a")
+    node.wait_state("a", "stopping")
+    old = node.pid
+    node.kill(old)
+    node.wait_new_daemon(old)
+    node.mood()
+    after = node.wait_state("a", "ready", 2)
+    assert after["last_exit"]["class"] == "stopped"
+
+
+def seconds(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
