@@ -35,6 +35,7 @@ from supervisord.core.model import (
     Stopping,
     Waiting,
     Warming,
+    Warmup,
 )
 from supervisord.core.turn import Turn
 from supervisord.core.watch import Watch
@@ -192,7 +193,12 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
     )
     if left is not None:
         engine = turn.put(replace(engine, since=left.since))
-    warmup = engine.warmup
+    _tell_ready(turn, engine, reasons, engine.warmup if left is None else None)
+    turn.do(Probe(engine.spec.name, engine.generation, host=True))
+
+
+def _tell_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...], warmup: Warmup | None) -> None:
+    """`warmup`: the one that was just done."""
     text = f"{engine.spec.name} is ready"
     if warmup is not None and warmup.first_ms is not None and warmup.settled_ms is not None:
         text += f": first answer {warmup.first_ms:.0f} ms, settled {warmup.settled_ms:.0f} ms"
@@ -209,7 +215,6 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
         settled_ms=warmup.settled_ms if warmup else None,
         rounds=warmup.rounds if warmup else None,
     )
-    turn.do(Probe(engine.spec.name, engine.generation, host=True))
 
 
 def _fail_start(turn: Turn, engine: Engine, reason: Reason) -> None:

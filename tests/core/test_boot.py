@@ -144,6 +144,7 @@ def test_an_engine_that_was_ready_goes_on_being_so() -> None:
     play = boot(found(), **left(State.READY)).is_(State.STARTING)
     assert play.engine().left is not None
     engine = play.answer().is_(State.READY).engine()
+    assert play.record("ready").message == "a is ready", "its warm-up was told when it was done"
     assert (engine.since, engine.ready_since, engine.warmup) == (T0 - 300.0, T0 - 900.0, GOOD)
     assert engine.watch is not None
     assert (engine.watch.since, engine.watch.host.high_bytes) == (play.now, 5 * GIB)

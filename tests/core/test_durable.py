@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisord.core.durable import restore, save
@@ -77,6 +77,7 @@ PHASES: Final = st.sampled_from(
 ) | st.builds(Failed, st.just(FailedKind.CRASH_LOOP), st.text())
 
 
+@settings(deadline=None)
 @given(
     generation=COUNTS,
     warm=COUNTS,
@@ -136,6 +137,7 @@ JSON: Final = st.recursive(
 FIELDS: Final = sorted(saved())
 
 
+@settings(deadline=None)
 @given(JSON | st.dictionaries(st.sampled_from(FIELDS), JSON))
 def test_garbage_is_as_good_as_nothing(garbage: object) -> None:
     engine = restored(garbage)
