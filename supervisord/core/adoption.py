@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from supervisord.core import ending, gpu_inventory
+from supervisord.core import admission, ending, gpu_inventory
 from supervisord.core.messages import Adopt, Severity, WatchPort
 from supervisord.core.model import After, Draining, Engine, Found, Reason, Starting, State
 from supervisord.core.spec import EngineSpec
@@ -29,6 +29,8 @@ def take_over(turn: Turn, found: Found) -> None:
         _adopt(turn, engine, text)
         return
     left = engine.left
+    if found.process is None and _held(engine):
+        engine = replace(engine, wanted=False)
     after = After.START if engine.wanted else After.STOP
     if engine.wanted and left is not None and left.after is After.CRASH:
         after = After.CRASH
@@ -43,6 +45,19 @@ def take_over(turn: Turn, found: Found) -> None:
         ending.drain(turn, engine, after, cause)
     else:
         ending.stop(turn, turn.put(engine), after, cause)
+
+
+def begin(turn: Turn, engine: Engine) -> None:
+    """Start a wanted engine of which nothing lives; one that an operator had drained stays down."""
+    if not _held(engine):
+        admission.admit(turn, engine)
+        return
+    text = f"{engine.spec.name} was drained by an operator and has ended meanwhile: it is not started by itself"
+    turn.record("stopped", turn.put(replace(engine, wanted=False)), text, severity=Severity.NOTICE)
+
+
+def _held(engine: Engine) -> bool:
+    return engine.left is not None and engine.left.after is After.HOLD
 
 
 def _known(turn: Turn, found: Found) -> Engine:
@@ -63,11 +78,9 @@ def _known(turn: Turn, found: Found) -> Engine:
 
 def _unwanted(turn: Turn, engine: Engine, found: Found) -> Reason | None:
     """Why it has to end; None: it is wanted as it runs."""
-    left = engine.left
     if found.process is None:
         return Reason("leftover", "its main process is gone")
-    held = left is not None and left.after is After.HOLD
-    if not engine.wanted or (found.plan_id != engine.plan_id and not held):
+    if not engine.wanted or (found.plan_id != engine.plan_id and not _held(engine)):
         return Reason("leftover", "it is not wanted as it runs")
     faults = (
         Reason("gpu_fault", f"{gpu_inventory.label(gpu)} is quarantined: {gpu.quarantine.message}")
@@ -77,13 +90,14 @@ def _unwanted(turn: Turn, engine: Engine, found: Found) -> Reason | None:
     fault = next(faults, None)
     if fault is not None:
         return fault
-    return left.cause if left is not None and not held else None
+    return engine.left.cause if engine.left is not None and not _held(engine) else None
 
 
 def _adopt(turn: Turn, engine: Engine, text: str) -> None:
     left, now = engine.left, turn.now
     if left is not None and left.after is After.HOLD and left.cause is not None:
-        turn.record("adopted", engine, f"{text}; adopted, and still drained: {left.cause.message}")
+        told = f"{text}; adopted, and still drained: {left.cause.message}"
+        turn.record("adopted", engine, told, severity=Severity.NOTICE)
         drained = Draining(After.HOLD, None, left.cause, now + ending.DRAIN_LOOK_S)
         engine = turn.enter(replace(engine, left=None), drained)
         turn.put(replace(engine, since=left.since))

@@ -94,6 +94,8 @@ def _left_of(engine: Engine) -> Left:
     phase = engine.phase
     if isinstance(phase, Starting) and engine.left is not None:
         return engine.left
+    if isinstance(phase, Draining) and phase.recoverable:
+        return Left(State.READY, engine.since)  # judged anew: its blocks may be free by then
     if isinstance(phase, Draining | Stopping):
         return Left(engine.state, engine.since, phase.after, phase.cause)
     return Left(engine.state, engine.since)

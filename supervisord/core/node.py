@@ -103,7 +103,7 @@ def _boot(turn: Turn, seen: Booted) -> None:
         adoption.take_over(turn, left)
     for engine in turn.engines():
         if engine.wanted and isinstance(engine.phase, Stopped):
-            admission.admit(turn, engine)
+            adoption.begin(turn, engine)
 
 
 def _due(turn: Turn, seen: Due) -> None:

@@ -205,6 +205,14 @@ def test_a_drained_engine_that_died_meanwhile_stays_down() -> None:
     play.see(Swept("a", 3)).is_(State.STOPPED)
 
 
+def test_so_does_one_of_which_only_orphans_or_nothing_is_left() -> None:
+    before = left(State.DRAINING, after=After.HOLD)
+    boot(found(main=False), **before).is_(State.STOPPING).see(Swept("a", 3)).is_(State.STOPPED)
+    play = boot(**before).does(AnnounceReady).is_(State.STOPPED)
+    assert "has ended meanwhile: it is not started by itself" in play.record("stopped").message
+    assert not play.engine().wanted
+
+
 def test_a_drained_engine_that_is_not_wanted_any_more_is_ended() -> None:
     boot(found(), wanted=False, **left(State.DRAINING, after=After.HOLD)).is_(State.DRAINING)
 

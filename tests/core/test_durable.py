@@ -265,6 +265,11 @@ def test_one_that_was_adopted_and_does_not_answer_yet_is_as_it_was_left() -> Non
     assert restored(saved(phase=Ready(), since=900.0, left=before)).left == Left(State.READY, 900.0)
 
 
+def test_a_drain_that_may_be_taken_back_is_judged_anew() -> None:
+    drained = Draining(After.CRASH, 9.0, Reason("free_blocks", "x"), 1.0, recoverable=True)
+    assert restored(saved(phase=drained, since=900.0)).left == Left(State.READY, 900.0)
+
+
 def test_a_look_alone_changes_nothing_that_is_saved() -> None:
     play = ready()
     before = save(play.node)

@@ -8,10 +8,12 @@ from datetime import datetime
 import pytest
 
 from supervisord.cli import DENIED
+from tests.e2e_systemd.machine import REPOSITORY
 from tests.e2e_systemd.node import CONFIG, DEADLINE_S, SOCKET, UNIT, USER, SupervisedNode
 from tests.sim.engine import wait_until
 
 ENGINE_UNIT = "vllm-engine-a.service"
+SANDBOX = ("Capability", "NoNew", "Private", "Protect", "Lock", "Restrict", "SystemCall")
 
 
 # --- the journal ------------------------------------------------------------------------------------------------------
@@ -56,6 +58,19 @@ def test_last_words_are_those_of_the_generation_that_ended(node: SupervisedNode)
     last = node.wait_engine("a", lambda e: e["last_exit"]["generation"] == 2, "its end")["last_exit"]
     assert (last["class"], last["signal"]) == ("crash", 9)
     assert last["advice"] != advice
+
+
+def test_the_shipped_sandbox_lets_the_daemon_read_the_journal(node: SupervisedNode) -> None:
+    shipped = (REPOSITORY / "units" / UNIT).read_text(encoding="utf-8")
+    sandbox = [line for line in shipped.splitlines() if line.startswith(SANDBOX)]
+    assert len(sandbox) > 10
+    node.machine.write(f"/etc/systemd/system/{UNIT}.d/sandbox.conf", "\n".join(["[Service]", *sandbox, ""]))
+    node.machine.run("systemctl", "daemon-reload")
+    node.mood(start_error={"capture": "maxlen_gt_kv"})
+    node.configure("a")
+    node.start()
+    assert node.wait_state("a", "failed")["last_exit"]["class"] == "config"
+    assert node.events("trouble") == []
 
 
 def test_a_journald_that_hangs_holds_up_no_engine(node: SupervisedNode) -> None:
