@@ -184,9 +184,9 @@ MUTANTS: Final = (
     ),
     mutant(
         "a start that was asked for is forgotten on the way",
-        "ending",
-        "    elif phase.after is After.START:",
-        "    elif False:",
+        "requests",
+        "turn.put(replace(engine, phase=replace(phase, after=After.START)))",
+        "pass",
         "start_converges",
     ),
     mutant(
