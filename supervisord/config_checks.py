@@ -11,7 +11,7 @@ from dataclasses import fields
 from itertools import combinations
 from typing import Any, Final
 
-from supervisord import config_gpus
+from supervisord import config_gpus, config_notify
 from supervisord.config_flags import variable_findings
 from supervisord.config_problems import Finding, Parts, looks_secret, nearest, printable, shown
 from supervisord.core.spec import ENGINE_NAME_PATTERN, EngineSpec, NodeSpec, RestartSpec, SupervisorSpec
@@ -57,6 +57,8 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
             yield from variable_findings(name, value, has_gpus=bool(engine.gpus), at=(*at, "env", name))
     yield from _ports(spec)
     yield from config_gpus.too_much(spec)
+    for receiver in spec.notify.values():
+        yield from config_notify.findings(receiver)
 
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:
@@ -64,6 +66,8 @@ def warnings(spec: NodeSpec) -> Iterator[Finding]:
     yield from _pending(spec.supervisor, ("supervisor",))
     yield from _pending(spec.gpu, ("gpu",))
     yield from config_gpus.perhaps_too_much(spec)
+    for receiver in spec.notify.values():
+        yield from config_notify.warnings(receiver)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
         yield from _pending(engine, at)
@@ -85,7 +89,7 @@ def _pending(table: Any, at: Parts) -> Iterator[Finding]:
 
 
 def valid_engine_name(name: str) -> bool:
-    """Whether an engine may be called this."""
+    """Whether an engine, or a receiver of notifications, may be called this."""
     return _NAME.fullmatch(name) is not None
 
 
