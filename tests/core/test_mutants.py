@@ -249,8 +249,8 @@ MUTANTS: Final = (
     mutant(
         "a GPU whose calls fail is lost",
         "gpus",
-        "if new.error is not None and new.error not in LOST:",
-        "if False:",
+        "return _silent(replace(old, pci_id=new.pci_id or old.pci_id), new.index, new.error)",
+        "return replace(old, absent_since=sweep.at - 99.0)",
         "what_nobody_sees_hurts_nobody",
     ),
     mutant(
