@@ -258,7 +258,7 @@ class Machine:
         self.write("/etc/machine-id", f"{uuid.uuid4().hex}\n")
         self.write("/etc/fstab", "")
         self.write("/etc/hostname", "under-test\n")
-        journald = "[Journal]\nStorage=persistent\nRateLimitIntervalSec=0\nForwardToSyslog=no\nReadKMsg=no\nAudit=no\n"
+        journald = "[Journal]\nStorage=persistent\nForwardToSyslog=no\nReadKMsg=no\nAudit=no\n"
         self.write("/etc/systemd/journald.conf.d/tests.conf", journald)
         (upper / "var/log/journal").mkdir(parents=True)
         for unit in _MASKED:
