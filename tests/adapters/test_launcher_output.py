@@ -35,7 +35,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 def test_only_the_lines_of_this_run_of_the_unit_are_asked_for(journal: Journal) -> None:
     journal.does('echo "$@"')
-    asked = f"--no-pager --quiet --output=cat --lines=200 _SYSTEMD_INVOCATION_ID={INVOCATION}\n"
+    asked = f"--no-pager --quiet --output=cat --lines=200 _SYSTEMD_INVOCATION_ID={INVOCATION} _TRANSPORT=stdout\n"
     assert journal.output.read(INVOCATION) == asked.encode()
     assert journal.output.read("") == b"", "a match without a value is no match"
     assert journal.troubles == []
