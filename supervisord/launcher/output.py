@@ -21,7 +21,6 @@ _PRINTED: Final = "_TRANSPORT=stdout"
 """What came through its output: at most 48 KiB an entry. In other ways an engine may send far more in one."""
 
 
-
 class Output:
     """Asks journald. A journal that cannot be read is told once until it can be again, and is as good as empty."""
 
