@@ -52,7 +52,8 @@ class Running(Kept):
         self.invocation = invocation
         self.main = process
         self.lines = DistinctLines()
-        self.bytes_read = BytesRead().count
+        # Its progress bars come late or never through the journal, and no log of its own is among what it writes.
+        self.bytes_read = BytesRead(procfs.moved_bytes).count
 
 
 class SystemdLauncher(CommonLauncher[Running]):
@@ -282,7 +283,7 @@ class SystemdLauncher(CommonLauncher[Running]):
         entry = self._entries.get(engine)
         if entry is None or entry.ended:
             return Progress(0, 0, 0)
-        lines = logs.split(self._output.read(entry.invocation))
+        *lines, _ = logs.split(self._output.read(entry.invocation))  # journalctl ends each with a newline
         return Progress(
             entry.bytes_read(entry.cgroup.members()), _anonymous_bytes(entry.cgroup), entry.lines.add(lines)
         )
