@@ -104,6 +104,14 @@ def test_systemd(box: Sick) -> None:
     assert box.one("systemd")[0] is WARN
     box.write("/sys/fs/cgroup/cgroup.controllers", "")
     assert box.one("systemd") == (OK, "systemd 255", "")
+    journald = (
+        "# /etc/systemd/journald.conf\n[Journal]\n#Storage=auto\nStorage={}\n# /etc/a.conf\n[Journal]\nStorage={}\n"
+    )
+    box.says["systemd-analyze", "cat-config", "systemd/journald.conf"] = journald.format("volatile", "none")
+    verdict, text, _ = box.one("systemd")
+    assert (verdict, text[:38]) == (WARN, "journald keeps nothing (Storage=none):")
+    box.says["systemd-analyze", "cat-config", "systemd/journald.conf"] = journald.format("none", "volatile")
+    assert box.one("systemd")[0] is OK
 
 
 @pytest.mark.parametrize(
