@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -54,17 +55,21 @@ def user_warnings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
 
 def file_findings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
     """Files that the configuration names and that are not there, or not as they have to be."""
+    yield from _key_file(spec.supervisor.metrics_token_file, ("supervisor", "metrics_token_file"), as_root=as_root)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
         yield from _model(engine, at)
-        key_file = engine.api_key_file or ""
-        if key_file.startswith("/") and (wrong := key_file_problem(key_file, as_root=as_root)) is not None:
-            yield Finding((*at, "api_key_file"), *wrong, value=f'"{printable(key_file)}"')
+        yield from _key_file(engine.api_key_file, (*at, "api_key_file"), as_root=as_root)
         for file in engine.warmup.prime:
             # Not Path.is_file: it raises for a path that is too long or that we may not look at.
             if file.startswith("/") and not (os.path.isfile(file) and os.access(file, os.R_OK)):  # noqa: PTH113
                 message = "it is no readable file"
                 yield Finding((*at, "warmup", "prime"), message, "correct or remove it", shown(file))
+
+
+def _key_file(path: str | None, at: Parts, *, as_root: bool) -> Iterator[Finding]:
+    if path and path.startswith("/") and (wrong := key_file_problem(path, as_root=as_root)) is not None:
+        yield Finding(at, *wrong, value=f'"{printable(path)}"')
 
 
 def model_problem(model: str) -> str | None:
@@ -106,6 +111,24 @@ def key_status_problem(status: os.stat_result, *, as_root: bool) -> tuple[str, s
         mode = stat.S_IMODE(status.st_mode)
         return f"it is open to every user of the machine (mode {mode:04o})", "chmod 0600 it, and replace the key"
     return None
+
+
+def read_key(path: str, *, as_root: bool) -> str | tuple[str, str]:
+    """The key, or message and remedy. Links are not followed, devices and pipes are not waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            wrong = key_status_problem(os.fstat(descriptor), as_root=as_root)
+            content = b"" if wrong else os.read(descriptor, KEY_FILE_MAX_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+        return reason, "correct the path, its owner or mode"
+    key = content.decode(errors="replace").strip()
+    if wrong is None and not (key.isascii() and key.isprintable() and key and " " not in key):
+        wrong = "it does not hold one key of printable ASCII characters", "put the key alone into it"
+    return key if wrong is None else wrong
 
 
 def _model(engine: EngineSpec, at: Parts) -> Iterator[Finding]:

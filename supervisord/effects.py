@@ -332,6 +332,7 @@ class NodeEffects:
                 known = self._probes[name] = (made_for, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
             with self._looking.passing():
                 sample = self._look(name, known[1], host=action.host)
+            self._voice.figures.looked(name, time.monotonic() - sample.at)
             self._inbox.put(Sampled(name, generation, sample))
 
         self._lanes.submit(("probe", name), job, only_if_idle=True)

@@ -75,6 +75,10 @@ class History:
             return
         self._queue.put(Told(record, time.time(), time.monotonic()))
 
+    def lost(self) -> tuple[int, int]:
+        """See `Losses.totals`."""
+        return self._losses.totals()
+
     def page(self, engine: str | None, since: float | None, after: int | None, limit: int) -> Page:
         """See `Reader.page`. Raises UnreadableError."""
         return self._read(lambda: self._reader.page(engine, since, after, limit))

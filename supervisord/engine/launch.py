@@ -5,7 +5,6 @@ Nothing is executed. Whatever stands in the way of a launch becomes one of the p
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from supervisord.config_problems import HIDDEN, Parts, locate, looks_secret, path_text, without_password
 from supervisord.config_users import ENGINE_USER, Account, account, may, own_account
-from supervisord.config_world import KEY_FILE_MAX_BYTES, key_status_problem, model_problem
+from supervisord.config_world import model_problem, read_key
 from supervisord.core.model import LaunchPlan
 from supervisord.core.spec import EngineSpec, FlagValue
 from supervisord.engine import launch_env
@@ -265,23 +264,11 @@ def _search(path: str) -> int:
 
 
 def _read_key(path: str, *, as_root: bool, obstacles: list[Obstacle]) -> str | None:
-    """The API key; None after it was said why not. Links are not followed, devices and pipes are not waited for."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            wrong = key_status_problem(os.fstat(descriptor), as_root=as_root)
-            content = b"" if wrong else os.read(descriptor, KEY_FILE_MAX_BYTES)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-        wrong, content = (reason, "correct the path, its owner or mode"), b""
-    key = content.decode(errors="replace").strip()
-    if wrong is None and not (key.isascii() and key.isprintable() and key and " " not in key):
-        wrong = "it does not hold one key of printable ASCII characters", "put the key alone into it"
-    if wrong is None:
-        return key
-    obstacles.append(Obstacle("api_key_file", f'cannot take the API key from "{path}": {wrong[0]}; {wrong[1]}'))
+    """The API key; None after it was said why not."""
+    found = read_key(path, as_root=as_root)
+    if isinstance(found, str):
+        return found
+    obstacles.append(Obstacle("api_key_file", f'cannot take the API key from "{path}": {found[0]}; {found[1]}'))
     return None
 
 

@@ -138,7 +138,9 @@ def test_the_literal_rule_if_asked_for_and_a_real_engine_death(vllm: RealVllm) -
 
         load = Load(port, seeded=True)
         # The load ends with the engine that it kills: it would kill the next one as well.
-        daemon.wait_engine("a", lambda e: (e["state"], e["generation"]) != ("ready", 2), 120, "to be killed by its load")
+        daemon.wait_engine(
+            "a", lambda e: (e["state"], e["generation"]) != ("ready", 2), 120, "to be killed by its load"
+        )
         load.stop()
         third = daemon.wait_state("a", "ready", READY_S, 3)
         assert third["last_exit"]["class"] == "crash"

@@ -1,0 +1,63 @@
+"""Serving the site, as soon as its address can be had: a port that somebody else holds never stops supervision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Final
+
+from supervisord.core.messages import Severity
+from supervisord.http_server import ErrorHook, HttpServer, Limits, Site
+from supervisord.web.listen import Holder, ListenError, listen, named
+
+LIMITS: Final = Limits(connections_max=32, deadline_s=5.0, pause_s=0.005)
+"""At most 200 connections a second are taken, so a flood costs a few percent of a core."""
+RETRY_S: Final = 5.0
+
+Tell = Callable[[str, str, Severity], None]
+"""Kind, message and severity."""
+
+
+class WebServer:
+    """Begins to listen in a thread of its own, again and again until that works. `close` never waits.
+
+    `tell` hears of trouble with the address when it begins or changes, and of its end; `on_error`: see HttpServer.
+    """
+
+    def __init__(self, host: str, port: int, site: Site, *, tell: Tell, on_error: ErrorHook, holder: Holder) -> None:
+        self._address = (host, port)
+        self._site = site
+        self._tell = tell
+        self._on_error = on_error
+        self._holder = holder
+        self._closing = Event()
+        self._server: HttpServer | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        Thread(target=self._open, name="web-open", daemon=True).start()
+
+    def close(self) -> None:
+        """End serving."""
+        self._closing.set()
+        if self._server is not None:
+            self._server.close()
+
+    def _open(self) -> None:
+        told = ""
+        while not self._closing.is_set():
+            try:
+                listener = listen(*self._address, self._holder)
+            except ListenError as error:
+                if str(error) != told:
+                    told = str(error)
+                    text = f"{told}; engines are supervised without, and it is tried again every {RETRY_S:g} s"
+                    self._tell("web_failed", text, Severity.WARNING)
+                self._closing.wait(RETRY_S)
+                continue
+            self._server = HttpServer("web", listener, self._site, LIMITS, self._on_error)
+            severity = Severity.NOTICE if told else Severity.INFO
+            self._tell("web_listening", f"serves /ready and /metrics on {named(*self._address)}", severity)
+            if self._closing.is_set():
+                self._server.close()
+            return
