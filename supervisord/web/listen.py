@@ -14,7 +14,11 @@ Holder = Callable[[str, int], "str | None"]
 
 
 class ListenError(Exception):
-    """Nothing can be served there now; the message says why and what to do."""
+    """Nothing can be served there now; the message says why and what to do. `number`: of the system's error."""
+
+    def __init__(self, message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 def listen(host: str, port: int, holder: Holder) -> socket.socket:
@@ -32,13 +36,13 @@ def listen(host: str, port: int, holder: Holder) -> socket.socket:
             sock.close()
             raise
     except (OSError, UnicodeError) as error:
-        raise ListenError(_why(host, port, error, holder)) from None
+        number = error.errno if isinstance(error, OSError) else None
+        raise ListenError(_why(host, port, error, number, holder), number) from None
     return sock
 
 
-def _why(host: str, port: int, error: OSError | UnicodeError, holder: Holder) -> str:
+def _why(host: str, port: int, error: Exception, number: int | None, holder: Holder) -> str:
     where = f"cannot serve /ready and /metrics on {named(host, port)} (supervisor.listen)"
-    number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
         who = holder(host, port) or "another process"
         return f"{where}: the port is held by {who}; stop that one, or set another port"

@@ -44,19 +44,19 @@ class WebServer:
             self._server.close()
 
     def _open(self) -> None:
-        told = ""
+        told: ListenError | None = None
         while not self._closing.is_set():
             try:
                 listener = listen(*self._address, self._holder)
             except ListenError as error:
-                if str(error) != told:
-                    told = str(error)
-                    text = f"{told}; engines are supervised without, and it is tried again every {RETRY_S:g} s"
+                if told is None or error.number != told.number:
+                    told = error
+                    text = f"{error}; engines are supervised without, and it is tried again every {RETRY_S:g} s"
                     self._tell("web_failed", text, Severity.WARNING)
                 self._closing.wait(RETRY_S)
                 continue
             self._server = HttpServer("web", listener, self._site, LIMITS, self._on_error)
-            severity = Severity.NOTICE if told else Severity.INFO
+            severity = Severity.NOTICE if told is not None else Severity.INFO
             self._tell("web_listening", f"serves /ready and /metrics on {named(*self._address)}", severity)
             if self._closing.is_set():
                 self._server.close()

@@ -31,8 +31,9 @@ class Gateway:
         self.sims = sims
         self._url = f"http://127.0.0.1:{port}/v1/completions"
 
-    def ask(self, prompt: str = "hello", tokens: int = 1, **headers: str) -> Answer:
+    def ask(self, prompt: str = "hello", hint: str | None = None, tokens: int = 1) -> Answer:
         """One completion through HAProxy."""
+        headers = {} if hint is None else {"X-Model-Hint": hint}
         body = {"model": "auto", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         return http("POST", self._url, body, headers=headers, timeout_s=DEADLINE_S)
 
@@ -42,10 +43,10 @@ class Gateway:
         lines = [line for line in page.splitlines() if line.startswith("vllm:request_success_total{")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    def who(self, prompt: str = "hello", **headers: str) -> str:
+    def who(self, prompt: str, hint: str | None = None) -> str:
         """Which engine answers this."""
         before = {name: self.served(name) for name in self.sims}
-        assert self.ask(prompt, **headers).status == 200
+        assert self.ask(prompt, hint).status == 200
         return next(name for name in self.sims if self.served(name) > before[name])
 
 
@@ -176,5 +177,5 @@ def test_a_model_is_chosen_by_header_and_by_words(gateway: Gateway) -> None:
     assert gateway.who("why does my Python script end?") == "coder"
     assert gateway.who("please debug this") == "coder"
     assert gateway.who("decode this barcode") in fast, "words, not parts of words"
-    assert gateway.who("hello", **{"X-Model-Hint": "CODE"}) == "coder"
-    assert gateway.who("python", **{"X-Model-Hint": "fast"}) in fast, "the header goes before the words"
+    assert gateway.who("hello", "CODE") == "coder"
+    assert gateway.who("python", "fast") in fast, "the header goes before the words"
