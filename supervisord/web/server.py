@@ -11,7 +11,7 @@ from supervisord.http_server import ErrorHook, HttpServer, Limits, Site
 from supervisord.web.listen import Holder, ListenError, listen, named
 
 LIMITS: Final = Limits(connections_max=32, deadline_s=5.0, pause_s=0.005)
-"""At most 200 connections a second are taken, so a flood costs a few percent of a core."""
+"""At most 200 connections a second are taken, so a flood costs a tenth of a core."""
 RETRY_S: Final = 5.0
 
 Tell = Callable[[str, str, Severity], None]
