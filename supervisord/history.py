@@ -31,6 +31,8 @@ SEEN_MAX: Final = 1024
 TURN_ROWS: Final = 500
 GATHER_S: Final = 0.5
 SAY_EVERY_S: Final = 60.0
+SETTLE_S: Final = 1.0
+"""How long a reader waits for what was told before it asked."""
 
 _SLOW: Final = "the disk was too slow, or could not be written"
 
@@ -44,11 +46,12 @@ class History:
     def __init__(self, state_dir: Path, on_trouble: Callable[[str], None], limits: Limits | None = None) -> None:
         self._path = state_dir / FILE
         self._on_trouble = on_trouble
-        self._queue: SimpleQueue[Seen | Told | None] = SimpleQueue()
+        self._queue: SimpleQueue[Seen | Told | Event | None] = SimpleQueue()
         self._after_gap = True
         self._losses = Losses()
         self._say_at = time.monotonic()
         self._closing = Event()
+        self._hurry = Event()
         self._written = Condition()
         self._last_id = 0
         self._reader = Reader(self._path)
@@ -80,7 +83,9 @@ class History:
         return self._losses.totals()
 
     def page(self, engine: str | None, since: float | None, after: int | None, limit: int) -> Page:
-        """See `Reader.page`. Raises UnreadableError."""
+        """See `Reader.page`; without `after` all that was told before is in it. Raises UnreadableError."""
+        if after is None:
+            self._settle()
         return self._read(lambda: self._reader.page(engine, since, after, limit))
 
     def knows(self, engine: str) -> bool:
@@ -96,7 +101,16 @@ class History:
         """Write what waits, within bounds."""
         self._closing.set()
         self._queue.put(None)
+        self._hurry.set()
         self._thread.join(timeout_s)
+
+    def _settle(self) -> None:
+        """Let the thread write now what waits for more."""
+        if self._writer.trouble is None and not self._closing.is_set():
+            done = Event()
+            self._queue.put(done)
+            self._hurry.set()
+            done.wait(SETTLE_S)
 
     def _read(self, read: Callable[[], T]) -> T:
         if self._writer.trouble is not None and not self._path.exists():
@@ -111,15 +125,22 @@ class History:
 
     def _run(self) -> None:
         while not self._over():
-            self._turn(self._gather())
+            gathered = self._gather()
+            items = [item for item in gathered if not isinstance(item, Event)]
+            if items or self._over():
+                self._turn(items)
+            for item in gathered:
+                if isinstance(item, Event):
+                    item.set()
             self._say_losses()
         self._writer.close()
 
-    def _gather(self) -> list[Seen | Told]:
+    def _gather(self) -> list[Seen | Told | Event]:
         """Wait for something, and a little longer for what comes with it."""
         items = [self._queue.get()]
         if self._queue.qsize() < TURN_ROWS:
-            self._closing.wait(GATHER_S)
+            self._hurry.wait(GATHER_S)
+        self._hurry.clear()
         while len(items) < TURN_ROWS and not self._queue.empty():
             items.append(self._queue.get())
         return [item for item in items if item is not None]

@@ -265,6 +265,16 @@ def test_waiting_ends_with_the_next_event(tmp_path: Path) -> None:
         assert time.monotonic() - started < 15
 
 
+def test_a_reader_sees_all_that_was_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within moments, and not when the thread has gathered enough."""
+    monkeypatch.setattr(history, "GATHER_S", 600.0)
+    monkeypatch.setattr(history, "SETTLE_S", 60.0)
+    with running(tmp_path) as (kept, _):
+        for number in range(50):
+            kept.record(told(f"{number}"))
+            assert [event.message for event in kept.page(None, None, None, 100).events][-1] == f"{number}"
+
+
 def test_before_there_is_a_file_there_are_no_events(tmp_path: Path) -> None:
     reader = Reader(tmp_path / history_store.FILE)
     assert reader.page(None, None, None, 10).events == ()

@@ -219,7 +219,9 @@ def test_processes_without_a_record(box: Box) -> None:
     assert box.private() == []
 
 
-@pytest.mark.parametrize("data", [b"", b'{"version": 1, "engine": "qwen", "gene', b'{"version": 99}\n', os.urandom(99)])
+@pytest.mark.parametrize(
+    "data", [b"", b'{"version": 1, "engine": "qwen", "gene', b'{"version": 99}\n', bytes(range(256))]
+)
 def test_a_broken_record_is_told_and_its_processes_are_found(box: Box, data: bytes) -> None:
     leave(box, SLEEP, "/bin/sleep 1000")
     (box.state / "identity" / "qwen.jsonl").write_bytes(data)

@@ -102,7 +102,7 @@ def test_a_half_written_record_is_reported(directory: Path, length: int) -> None
     assert text.endswith("; the next start replaces it")
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 300, os.urandom(300), b"[]", b"null", b"{}", b"[" * 100_000, b'"x"'])
+@pytest.mark.parametrize("data", [b"", b"\0" * 300, bytes(range(256)), b"[]", b"null", b"{}", b"[" * 100_000, b'"x"'])
 def test_garbage_is_reported(directory: Path, data: bytes) -> None:
     (directory / "qwen.jsonl").write_bytes(data)
     assert "cannot use the identity record" in problem(directory)
