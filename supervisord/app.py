@@ -56,7 +56,7 @@ from supervisord.systemd.kmsg import Kmsg
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
 from supervisord.web.metrics import Page, Source
-from supervisord.web.server import WebServer
+from supervisord.web.server import Hooks, WebServer
 from supervisord.web.site import Site
 
 EXIT_OK: Final = 0
@@ -264,7 +264,7 @@ class Daemon:
             lost=self._voice.lost,
         )
         site = Site(source.node, Page(source), as_root=self._as_root)
-        return WebServer(*place, site, tell=self._voice.tell, on_error=self._on_server_error, holder=ports.holder)
+        return WebServer(*place, site, Hooks(self._voice.tell, self._on_server_error, ports.holder))
 
     def _first_node(self, spec: NodeSpec, config_error: str | None) -> Node:
         saved, same_boot = self._state.load()

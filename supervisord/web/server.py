@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Final
 
@@ -14,22 +15,27 @@ LIMITS: Final = Limits(connections_max=32, deadline_s=5.0, pause_s=0.005)
 """At most 200 connections a second are taken, so a flood costs a tenth of a core."""
 RETRY_S: Final = 5.0
 
-Tell = Callable[[str, str, Severity], None]
-"""Kind, message and severity."""
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the server needs of the daemon.
+
+    `tell` (kind, message, severity) hears of trouble with the address when it begins or changes, and of its end;
+    `on_error`: see HttpServer; `holder`: see listen.
+    """
+
+    tell: Callable[[str, str, Severity], None]
+    on_error: ErrorHook
+    holder: Holder
 
 
 class WebServer:
-    """Begins to listen in a thread of its own, again and again until that works. `close` never waits.
+    """Begins to listen in a thread of its own, again and again until that works. `close` never waits."""
 
-    `tell` hears of trouble with the address when it begins or changes, and of its end; `on_error`: see HttpServer.
-    """
-
-    def __init__(self, host: str, port: int, site: Site, *, tell: Tell, on_error: ErrorHook, holder: Holder) -> None:
+    def __init__(self, host: str, port: int, site: Site, hooks: Hooks) -> None:
         self._address = (host, port)
         self._site = site
-        self._tell = tell
-        self._on_error = on_error
-        self._holder = holder
+        self._hooks = hooks
         self._closing = Event()
         self._server: HttpServer | None = None
 
@@ -47,17 +53,17 @@ class WebServer:
         told: ListenError | None = None
         while not self._closing.is_set():
             try:
-                listener = listen(*self._address, self._holder)
+                listener = listen(*self._address, self._hooks.holder)
             except ListenError as error:
                 if told is None or error.number != told.number:
                     told = error
                     text = f"{error}; engines are supervised without, and it is tried again every {RETRY_S:g} s"
-                    self._tell("web_failed", text, Severity.WARNING)
+                    self._hooks.tell("web_failed", text, Severity.WARNING)
                 self._closing.wait(RETRY_S)
                 continue
-            self._server = HttpServer("web", listener, self._site, LIMITS, self._on_error)
+            self._server = HttpServer("web", listener, self._site, LIMITS, self._hooks.on_error)
             severity = Severity.NOTICE if told is not None else Severity.INFO
-            self._tell("web_listening", f"serves /ready and /metrics on {named(*self._address)}", severity)
+            self._hooks.tell("web_listening", f"serves /ready and /metrics on {named(*self._address)}", severity)
             if self._closing.is_set():
                 self._server.close()
             return

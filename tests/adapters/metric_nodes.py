@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import parser
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import parser as open_parser
 
 from supervisord.core import status
 from supervisord.core.gpu_samples import GpuProcess, GpuReading
@@ -125,13 +126,17 @@ def values_of(page: Page) -> Values:
     body, _ = page.give("")
     text = {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(body.decode())
+        for family in _families(parser, body)
         for sample in family.samples
     }
     body, _ = page.give("application/openmetrics-text; version=1.0.0")
-    names = {sample.name for family in open_families(body.decode()) for sample in family.samples}
+    names = {sample.name for family in _families(open_parser, body) for sample in family.samples}
     assert names == {name for name, _ in text}
     return text
+
+
+def _families(form: Any, body: bytes) -> list[Metric]:
+    return list(form.text_string_to_metric_families(body.decode()))
 
 
 def value(values: Values, metric: str, **labels: str) -> float | None:

@@ -27,7 +27,7 @@ from supervisord.launcher import ports
 from supervisord.web import server as web
 from supervisord.web.listen import ListenError, listen
 from supervisord.web.metrics import Page, Source
-from supervisord.web.server import WebServer
+from supervisord.web.server import Hooks, WebServer
 from supervisord.web.site import Site, is_loopback
 from tests.adapters.fake_daemon import engine, stamp
 from tests.sim.engine import Answer, free_port, http, wait_until
@@ -50,7 +50,7 @@ class Web:
         source = Source(lambda: self.node, self._document, Figures(), lambda: {"event": 3})
         site = Site(source.node, Page(source), as_root=False)
         self.tries = 0
-        self.server = WebServer(host, self.port, site, tell=self._tell, on_error=self._fail, holder=self._holder)
+        self.server = WebServer(host, self.port, site, Hooks(self._tell, self._fail, self._holder))
 
     def put(self, *engines: Engine) -> None:
         """Publish these engines."""

@@ -94,7 +94,9 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 @contextlib.contextmanager
 def running_haproxy(folder: Path) -> Iterator[None]:
     with (folder / "haproxy.log").open("wb") as log:
-        process = subprocess.Popen(["haproxy", "-db", "-f", str(folder / "haproxy.cfg")], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            ["/usr/sbin/haproxy", "-db", "-f", str(folder / "haproxy.cfg")], stdout=log, stderr=log
+        )
     try:
         yield
     finally:
