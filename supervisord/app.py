@@ -197,6 +197,7 @@ class Daemon:
                 state=self._state,
                 answer=self._replies.answer,
                 resync=self._schedule.resync,
+                looked=voice.figures.looked,
             )
         )
         self._loop = Loop(node, self._inbox, self._effects, observe=history.observe, timed=voice.figures.turned)
@@ -207,8 +208,7 @@ class Daemon:
         """Serve until the loop has ended everything."""
         spec = self._loop.node.spec.supervisor
         self._control.start()
-        if self._web is not None:
-            self._web.start()
+        self._web.start()
         # A handler interrupts the loop at any point, also where it holds a lock: it may only put into a queue.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda seen, _: self._ends.put(seen))
@@ -234,8 +234,7 @@ class Daemon:
 
     def _close(self) -> None:
         self._control.close()
-        if self._web is not None:
-            self._web.close()
+        self._web.close()
         self._schedule.stop()
         flushed = Event()
         self._lanes.submit("state", flushed.set)
@@ -252,11 +251,8 @@ class Daemon:
         except OSError as error:
             self._on_trouble(f"cannot keep the configuration for a daemon that finds a bad one: {error.strerror}")
 
-    def _web_server(self, address: str) -> WebServer | None:
+    def _web_server(self, address: str) -> WebServer:
         """What gateways and Prometheus ask; it reads the board, never the loop."""
-        place = host_and_port(address)
-        if place is None:
-            return None
         source = Source(
             node=lambda: self._board.read()[1],
             document=lambda node, now: status.of(node, now, time.time(), stamp),
@@ -264,7 +260,7 @@ class Daemon:
             lost=self._voice.lost,
         )
         site = Site(source.node, Page(source), as_root=self._as_root)
-        return WebServer(*place, site, Hooks(self._voice.tell, self._on_server_error, ports.holder))
+        return WebServer(host_and_port(address), site, Hooks(self._voice.tell, self._on_server_error, ports.holder))
 
     def _first_node(self, spec: NodeSpec, config_error: str | None) -> Node:
         saved, same_boot = self._state.load()

@@ -30,10 +30,13 @@ class Hooks:
 
 
 class WebServer:
-    """Begins to listen in a thread of its own, again and again until that works. `close` never waits."""
+    """Begins to listen in a thread of its own, again and again until that works. `close` never waits.
 
-    def __init__(self, host: str, port: int, site: Site, hooks: Hooks) -> None:
-        self._address = (host, port)
+    `address`: host and port; None: nothing is served.
+    """
+
+    def __init__(self, address: tuple[str, int] | None, site: Site, hooks: Hooks) -> None:
+        self._address = address
         self._site = site
         self._hooks = hooks
         self._closing = Event()
@@ -41,7 +44,8 @@ class WebServer:
 
     def start(self) -> None:
         """Begin."""
-        Thread(target=self._open, name="web-open", daemon=True).start()
+        if self._address is not None:
+            Thread(target=self._open, args=self._address, name="web-open", daemon=True).start()
 
     def close(self) -> None:
         """End serving."""
@@ -49,11 +53,11 @@ class WebServer:
         if self._server is not None:
             self._server.close()
 
-    def _open(self) -> None:
+    def _open(self, host: str, port: int) -> None:
         told: ListenError | None = None
         while not self._closing.is_set():
             try:
-                listener = listen(*self._address, self._hooks.holder)
+                listener = listen(host, port, self._hooks.holder)
             except ListenError as error:
                 if told is None or error.number != told.number:
                     told = error
@@ -63,7 +67,7 @@ class WebServer:
                 continue
             self._server = HttpServer("web", listener, self._site, LIMITS, self._hooks.on_error)
             severity = Severity.NOTICE if told is not None else Severity.INFO
-            self._hooks.tell("web_listening", f"serves /ready and /metrics on {named(*self._address)}", severity)
+            self._hooks.tell("web_listening", f"serves /ready and /metrics on {named(host, port)}", severity)
             if self._closing.is_set():
                 self._server.close()
             return

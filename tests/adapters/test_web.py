@@ -50,7 +50,7 @@ class Web:
         source = Source(lambda: self.node, self._document, Figures(), lambda: {"event": 3})
         site = Site(source.node, Page(source), as_root=False)
         self.tries = 0
-        self.server = WebServer(host, self.port, site, Hooks(self._tell, self._fail, self._holder))
+        self.server = WebServer((host, self.port), site, Hooks(self._tell, self._fail, self._holder))
 
     def put(self, *engines: Engine) -> None:
         """Publish these engines."""
