@@ -8,23 +8,25 @@ They are made when the package is, so they cannot differ from the program.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from supervisord import __version__  # noqa: E402 - the repository is not on the path before
+from roff import roff, title_line  # noqa: E402 - its folder is not on the path before
+
 from supervisord.cli import COMMANDS, PROGRAM, Parser  # noqa: E402 - the same
 
 EXIT_CODES = (
     (0, "it worked; the answer is yes"),
-    (1, "the answer is no: a wanted engine is not ready, a GPU is not well, what was waited for did not come about"),
+    (
+        1,
+        "the answer is no: an engine is not ready, a GPU is not well, a check failed, what was awaited did not come",
+    ),
     (2, "the configuration is invalid"),
     (3, "the daemon does not run"),
     (4, "permission denied"),
@@ -90,17 +92,10 @@ def _described(words: tuple[str, ...], parser: argparse.ArgumentParser) -> Itera
         yield from _described((*words, name), one)
 
 
-def roff(text: str) -> str:
-    """Text as roff takes it."""
-    plain = text.replace("%%", "%").replace("\\", "\\e").replace("-", "\\-")
-    return f"\\&{plain}" if plain.startswith((".", "'")) else plain
-
-
 def man() -> str:
-    """vllm-supervisor(8), of today or of $SOURCE_DATE_EPOCH."""
-    made = time.gmtime(float(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
+    """vllm-supervisor(8)."""
     lines = [
-        f'.TH VLLM\\-SUPERVISOR 8 {time.strftime("%Y-%m-%d", made)} "{PROGRAM} {__version__}" "System administration"',
+        title_line("VLLM-SUPERVISOR", 8, "System administration"),
         ".SH NAME",
         r"vllm\-supervisor \- starts vLLM engines, proves that they answer, and repairs them",
         ".SH SYNOPSIS",
@@ -125,6 +120,7 @@ def man() -> str:
         lines += [".TP", f".I {roff(path)}", roff(text)]
     lines += [
         ".SH SEE ALSO",
+        r".BR vllm\-supervisor.toml (5),",
         ".BR systemctl (1),",
         ".BR journalctl (1)",
         ".PP",
@@ -151,16 +147,22 @@ def _man_option(option: Option) -> str:
 
 
 BASH = r"""# bash completion for vllm-supervisor
-_vllm_supervisor_engines() { vllm-supervisor status 2>/dev/null | awk 'NR > 1 { if (!NF) exit; print $1 }'; }
+# Names of the engines that the running daemon has; nothing when none answers within two seconds.
+_vllm_supervisor_engines() {
+  timeout 2 vllm-supervisor status --json "${socket[@]}" 2>/dev/null </dev/null |
+    tr -d ' \n' | grep -oE '[{]"name":"[a-z0-9_-]+"' | cut -d '"' -f 4
+}
 
 _vllm_supervisor() {
   local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} command="" word position
+  local -a socket=()
   for ((position = 1; position < COMP_CWORD; position++)); do
     word=${COMP_WORDS[position]}
     case $word in
+      --socket) socket=(--socket "${COMP_WORDS[++position]}") ;;
       @VALUED@) ((position++)) ;;
       -*) ;;
-      *) [[ $command == gpu || -z $command ]] && command="${command:+$command }$word" ;;
+      *) [[ $command == @NESTED@ || -z $command ]] && command="${command:+$command }$word" ;;
     esac
   done
   COMPREPLY=()
@@ -202,20 +204,25 @@ def bash() -> str:
     text = BASH.replace("@CASES@", "\n".join(cases))
     text = text.replace("@COMMANDS@", " ".join(command.words[0] for command in known if len(command.words) == 1))
     text = text.replace("@FILED@", named(TAKES_FILE)).replace("@ENGINED@", named(TAKES_ENGINE))
+    text = text.replace("@NESTED@", f"@({'|'.join(command.words[0] for command in known if command.actions)})")
     every = {value for _, value in valued}
     return text.replace("@OTHERS@", named(every - TAKES_FILE - TAKES_ENGINE)).replace("@VALUED@", named(every))
 
 
 ZSH = r"""#compdef vllm-supervisor
+# Names of the engines that the running daemon has; nothing when none answers within two seconds.
 _vllm_supervisor_engines() {
   local -a engines
-  engines=(${(f)"$(vllm-supervisor status 2>/dev/null | awk 'NR > 1 { if (!NF) exit; print $1 }')"})
+  engines=(${(f)"$(timeout 2 vllm-supervisor status --json $socket 2>/dev/null </dev/null |
+    tr -d ' \n' | grep -oE '[{]"name":"[a-z0-9_-]+"' | cut -d '"' -f 4)"})
   compadd -a engines
 }
 
 _vllm_supervisor() {
   local curcontext=$curcontext state line
-  local -a commands
+  local -a commands socket
+  local -i at=${words[(I)--socket]}
+  ((at == 0)) || socket=(--socket "$words[at + 1]")
   commands=(
 @COMMANDS@
   )

@@ -27,6 +27,7 @@ DEB: Final = ROOT / "packaging/deb"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import cli_texts  # noqa: E402 - its folder is not on the path before
+import config_texts  # noqa: E402 - the same
 import deb_libraries  # noqa: E402 - the same
 
 from supervisord import __version__  # noqa: E402 - the same
@@ -107,6 +108,7 @@ def fill(root: Path, architecture: str) -> None:
     put(root, f"{DOC}/changelog.gz", packed((ROOT / "CHANGELOG.md").read_bytes()))
     put(root, f"{DOC}/changelog.Debian.gz", packed((DEB / "changelog").read_bytes()))
     put(root, "usr/share/man/man8/vllm-supervisor.8.gz", packed(cli_texts.man().encode()))
+    put(root, "usr/share/man/man5/vllm-supervisor.toml.5.gz", packed(config_texts.man().encode()))
     put(root, "usr/share/bash-completion/completions/vllm-supervisor", cli_texts.bash().encode())
     put(root, "usr/share/zsh/vendor-completions/_vllm-supervisor", cli_texts.zsh().encode())
     machine = deb_libraries.MACHINES[architecture]

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -54,10 +55,11 @@ from supervisord.state import StateFile
 from supervisord.systemd import journal as journald
 from supervisord.systemd.kmsg import Kmsg
 from supervisord.systemd.notify import Notifier
-from supervisord.voice import Voice
+from supervisord.voice import Voice, tell_of_history
 from supervisord.web.metrics import Page, Source
 from supervisord.web.server import Hooks, WebServer
 from supervisord.web.site import Site
+from supervisord.webhook.notifier import Webhooks
 
 EXIT_OK: Final = 0
 EXIT_CANNOT: Final = 1
@@ -101,8 +103,10 @@ def run(config_path: Path) -> int:
         return EXIT_CANNOT
     with lock:
         journal = Journal(sink=journald.connect(sys.stderr, os.environ))
-        history = History(state_dir, lambda text: journal.tell("history", text, Severity.WARNING))
-        voice = Voice(journal, history)
+        webhooks = Webhooks()
+        history = History(state_dir, partial(tell_of_history, journal, webhooks))
+        voice = Voice(journal, history, webhooks)
+        voice.notify(chosen.spec.notify)
         for warning in chosen.warnings:
             voice.tell("config_warning", warning, Severity.WARNING)
         if chosen.error is not None:
@@ -371,6 +375,7 @@ class Daemon:
         accepted = reply.answer is Answer.ACCEPTED
         if accepted:
             self._remember(loaded.tables)
+            messages += self._voice.notify(loaded.spec.notify)
         settling = tuple(name for name in changes if not requests.held(node, loaded.spec, name))
         return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), settling)
 

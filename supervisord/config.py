@@ -30,7 +30,7 @@ from supervisord.config_problems import (
 )
 from supervisord.config_reader import MISSING, Reader
 from supervisord.config_trust import distrust
-from supervisord.core.spec import EngineSpec, GpuSpec, NodeSpec, SupervisorSpec
+from supervisord.core.spec import EngineSpec, GpuSpec, NodeSpec, NotifySpec, SupervisorSpec
 
 __all__ = [
     "DEFAULT_PATH",
@@ -50,7 +50,9 @@ DEFAULT_PATH: Final = Path("/etc/vllm-supervisor/config.toml")
 _MAX_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 32
 _NOWHERE: Final[Mapping[str, str]] = MappingProxyType({})
-_TABLES: Final = ("supervisor", "gpu", "engine_defaults", "engine")
+_TABLES: Final = ("supervisor", "gpu", "engine_defaults", "engine", "notify")
+_NAMED: Final[Mapping[str, str]] = MappingProxyType({"engine": "an engine", "notify": "a receiver"})
+"""Tables of tables, and what each of those in them is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,18 +284,15 @@ def _read(tables: Mapping[str, Any]) -> tuple[NodeSpec, list[Finding]]:
     gpu = reader.table(GpuSpec, sections["gpu"], ("gpu",))
     defaults = sections["engine_defaults"]
     reader.table(EngineSpec, _named_gpus(defaults), ("engine_defaults",), partial=True, name="")
-    engines = {}
-    for name, table in sections["engine"].items():
-        at = ("engine", name)
-        if not config_checks.valid_engine_name(name):
-            rule = "the name of an engine begins with a-z or 0-9 and goes on with at most 31 of a-z, 0-9, _ and -"
-            reader.findings.append(Finding(at, rule, "rename it"))
-        elif not isinstance(table, Mapping):
-            reader.wrong(at, table, "must be a table", f"write [engine.{name}] above its keys")
-        else:
-            whole = _named_gpus(_over(defaults, table))
-            engines[name] = reader.table(EngineSpec, whole, at, name=name)
-    spec = NodeSpec(supervisor=supervisor, gpu=gpu, engines=engines)
+    engines = {
+        name: reader.table(EngineSpec, _named_gpus(_over(defaults, table)), ("engine", name), name=name)
+        for name, table in _named(sections["engine"], "engine", reader)
+    }
+    notify = {
+        name: reader.table(NotifySpec, table, ("notify", name), name=name)
+        for name, table in _named(sections["notify"], "notify", reader)
+    }
+    spec = NodeSpec(supervisor=supervisor, gpu=gpu, engines=engines, notify=notify)
     unreadable = {finding.at for finding in reader.findings}
     checked = [
         finding for finding in config_checks.findings(spec) if unreadable.isdisjoint({finding.at, *finding.related})
@@ -305,8 +304,21 @@ def _section(tables: Mapping[str, Any], name: str, reader: Reader) -> Mapping[st
     section = tables.get(name, {})
     if isinstance(section, Mapping):
         return section
-    reader.wrong((name,), section, "must be a table", f"write [{name}{'.NAME' if name == 'engine' else ''}]")
+    reader.wrong((name,), section, "must be a table", f"write [{name}{'.NAME' if name in _NAMED else ''}]")
     return {}
+
+
+def _named(section: Mapping[str, Any], kind: str, reader: Reader) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tables in one of `_NAMED` that have a right name."""
+    for name, table in section.items():
+        at = (kind, name)
+        if not config_checks.valid_engine_name(name):
+            rule = f"the name of {_NAMED[kind]} begins with a-z or 0-9 and goes on with at most 31 of a-z, 0-9, _ and -"
+            reader.findings.append(Finding(at, rule, "rename it"))
+        elif not isinstance(table, Mapping):
+            reader.wrong(at, table, "must be a table", f"write [{kind}.{name}] above its keys")
+        else:
+            yield name, table
 
 
 def _named_gpus(table: Mapping[str, Any]) -> Mapping[str, Any]:

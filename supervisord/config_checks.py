@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Final
 
-from supervisord import config_gpus
+from supervisord import config_gpus, config_notify
 from supervisord.config_flags import variable_findings
 from supervisord.config_problems import Finding, Parts, looks_secret, nearest, printable, shown
 from supervisord.core.spec import ENGINE_NAME_PATTERN, EngineSpec, NodeSpec, RestartSpec, SupervisorSpec
@@ -57,11 +57,15 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
             yield from variable_findings(name, value, has_gpus=bool(engine.gpus), at=(*at, "env", name))
     yield from _ports(spec)
     yield from config_gpus.too_much(spec)
+    for receiver in spec.notify.values():
+        yield from config_notify.findings(receiver)
 
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:
     """What works, but probably not as it is meant."""
     yield from config_gpus.perhaps_too_much(spec)
+    for receiver in spec.notify.values():
+        yield from config_notify.warnings(receiver)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
         for gpu in filter(config_gpus.GPU_INDEX.fullmatch, engine.gpus):
@@ -73,7 +77,7 @@ def warnings(spec: NodeSpec) -> Iterator[Finding]:
 
 
 def valid_engine_name(name: str) -> bool:
-    """Whether an engine may be called this."""
+    """Whether an engine, or a receiver of notifications, may be called this."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -21,6 +21,7 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 _COUNTED: Final = re.compile(r"(?i:tokeniz)|tokens|token[-_]threshold")
 _USERINFO: Final = re.compile(r"(?<=://)[^/@\s]*@")
+_URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s]*@)?(?P<host>[^/?#@\s]*)(?P<rest>\S*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,19 @@ def without(secrets: Iterable[str], text: str) -> str:
 
 
 def secret_path(at: Parts) -> bool:
-    """Whether any part of a key path looks secret; an engine's name does not count."""
-    parts = at[:1] + at[2:] if at[:1] == ("engine",) else at
+    """Whether any part of a key path looks secret; the name of an engine or a receiver does not count."""
+    parts = at[:1] + at[2:] if at[:1] in {("engine",), ("notify",)} else at
     return any(map(looks_secret, parts))
 
 
 def without_password(text: str) -> str:
     """Text without the user and password of the URLs in it."""
     return _USERINFO.sub(f"{HIDDEN}@", text)
+
+
+def bare_urls(text: str) -> str:
+    """Text with nothing of the URLs in it but scheme and host: the rest of a webhook's is often its password."""
+    return _URL.sub(lambda url: f"{url['scheme']}{url['host']}{'/...' if url['rest'] not in {'', '/'} else ''}", text)
 
 
 def printable(text: str) -> str:
@@ -132,7 +138,10 @@ def shown(value: object, at: Parts = ()) -> str:
     if isinstance(value, list | tuple):
         return "[...]" if value else "[]"
     if isinstance(value, str):
-        text = without_password(value)
+        of_receiver = at[:1] == ("notify",)
+        if of_receiver and "://" not in value:  # perhaps a URL without its beginning
+            return HIDDEN
+        text = bare_urls(value) if of_receiver else without_password(value)
         cut = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
         return f'"{printable(cut)}"'
     if isinstance(value, bool):

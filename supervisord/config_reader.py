@@ -24,7 +24,11 @@ _SUB_TABLES: Final[Mapping[str, type]] = {
     "restart": RestartSpec,
     "slo": SloSpec,
 }
-_EXAMPLES: Final = {"model": '"/path/of/a/model" or "organisation/name"', "port": "8000"}
+_EXAMPLES: Final = {
+    "model": '"/path/of/a/model" or "organisation/name"',
+    "port": "8000",
+    "url": '"https://alerts.example.com/hook"',
+}
 
 
 class Reader:

@@ -8,9 +8,10 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from supervisord.config_notify import headers_of
 from supervisord.config_problems import Finding, Parts, printable, shown
 from supervisord.config_users import ENGINE_USER, Account, account, own_account
-from supervisord.core.spec import EngineSpec, NodeSpec
+from supervisord.core.spec import EngineSpec, NodeSpec, NotifySpec
 
 KEY_FILE_MAX_BYTES: Final = 4096
 
@@ -53,6 +54,14 @@ def user_warnings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
             yield Finding(("engine", engine.name, "user"), message, "give it a user of its own", shown("root"))
 
 
+class SecretError(Exception):
+    """A file that should hold a secret cannot be used. The message quotes nothing of it."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 def file_findings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
     """Files that the configuration names and that are not there, or not as they have to be."""
     yield from _key_file(spec.supervisor.metrics_token_file, ("supervisor", "metrics_token_file"), as_root=as_root)
@@ -65,6 +74,8 @@ def file_findings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
             if file.startswith("/") and not (os.path.isfile(file) and os.access(file, os.R_OK)):  # noqa: PTH113
                 message = "it is no readable file"
                 yield Finding((*at, "warmup", "prime"), message, "correct or remove it", shown(file))
+    for receiver in spec.notify.values():
+        yield from _receiver(receiver, as_root=as_root)
 
 
 def _key_file(path: str | None, at: Parts, *, as_root: bool) -> Iterator[Finding]:
@@ -86,9 +97,9 @@ def model_problem(model: str) -> str | None:
 
 
 def key_file_problem(path: str, *, as_root: bool) -> tuple[str, str] | None:
-    """Message and remedy when the file of an API key is not one, or not safe; None when we may not look.
+    """Message and remedy when the file of a secret is not one, or not safe; None when we may not look.
 
-    The key itself is not read: that happens at a launch.
+    The secret itself is not read: that happens when it is used.
     """
     try:
         status = os.lstat(path)
@@ -104,17 +115,17 @@ def key_status_problem(status: os.stat_result, *, as_root: bool) -> tuple[str, s
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link, which is not followed", "name the file that it points to"
     if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file", "name a file that holds the key"
+        return "it is no regular file", "name a file that holds the secret"
     if not 0 < status.st_size <= KEY_FILE_MAX_BYTES:
-        return f"it has {status.st_size} bytes, and a key has 1 to {KEY_FILE_MAX_BYTES}", "put the key alone into it"
+        return f"it has {status.st_size} bytes, and may have 1 to {KEY_FILE_MAX_BYTES}", "put the secret alone into it"
     if as_root and status.st_mode & 0o007:
         mode = stat.S_IMODE(status.st_mode)
-        return f"it is open to every user of the machine (mode {mode:04o})", "chmod 0600 it, and replace the key"
+        return f"it is open to every user of the machine (mode {mode:04o})", "chmod 0600 it, and replace the secret"
     return None
 
 
-def read_key(path: str, *, as_root: bool) -> str | tuple[str, str]:
-    """The key, or message and remedy. Links are not followed, devices and pipes are not waited for."""
+def read_secret(path: str, *, as_root: bool) -> str:
+    """The text of a file that holds secrets. Links are not followed, devices and pipes not waited for. SecretError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -124,11 +135,40 @@ def read_key(path: str, *, as_root: bool) -> str | tuple[str, str]:
             os.close(descriptor)
     except OSError as error:
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-        return reason, "correct the path, its owner or mode"
-    key = content.decode(errors="replace").strip()
-    if wrong is None and not (key.isascii() and key.isprintable() and key and " " not in key):
-        wrong = "it does not hold one key of printable ASCII characters", "put the key alone into it"
-    return key if wrong is None else wrong
+        raise SecretError(reason, "correct the path, its owner or mode") from None
+    if wrong is not None:
+        raise SecretError(*wrong)
+    return content.decode(errors="replace")
+
+
+def read_key(path: str, *, as_root: bool) -> str:
+    """The one key, or token, that a file holds. Raises SecretError."""
+    key = read_secret(path, as_root=as_root).strip()
+    if not (key.isascii() and key.isprintable() and key) or " " in key:
+        raise SecretError("it does not hold one key of printable ASCII characters", "put the key alone into it")
+    return key
+
+
+def _receiver(receiver: NotifySpec, *, as_root: bool) -> Iterator[Finding]:
+    at, file = ("notify", receiver.name), receiver.headers_file or ""
+    if file.startswith("/") and (wrong := _headers_problem(file, as_root=as_root)) is not None:
+        yield Finding((*at, "headers_file"), *wrong, value=f'"{printable(file)}"')
+    file = receiver.ca_file or ""
+    if file.startswith("/") and not (os.path.isfile(file) and os.access(file, os.R_OK)):  # noqa: PTH113 (as above)
+        yield Finding((*at, "ca_file"), "it is no readable file", "correct or remove it", shown(file))
+
+
+def _headers_problem(path: str, *, as_root: bool) -> tuple[str, str] | None:
+    wrong = key_file_problem(path, as_root=as_root)
+    if wrong is not None or not os.access(path, os.R_OK):
+        return wrong
+    try:
+        headers_of(read_secret(path, as_root=as_root))
+    except SecretError as error:
+        return str(error), error.remedy
+    except ValueError as error:
+        return str(error), "correct that line"
+    return None
 
 
 def _model(engine: EngineSpec, at: Parts) -> Iterator[Finding]:

@@ -58,6 +58,8 @@ COMMANDS: Final = {
     "reset": ("request", "let a failed engine try again"),
     "reload": ("reload", "apply a changed configuration"),
     "gpu": ("gpu", "show the GPUs; clear, release, persistence"),
+    "doctor": ("doctor", "check what a machine needs for vLLM, each with its remedy"),
+    "notify": ("notify", "send a test message to receivers of notifications"),
     "logs": ("logs", "show the log of an engine"),
 }
 

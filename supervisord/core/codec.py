@@ -4,6 +4,7 @@ The coders are made from the type hints of the dataclasses, so a new message nee
 default is left out. What is decoded is checked: an unknown class, field or kind of value is a DecodeError.
 
 `env` of an engine may hold secrets and no decision looks at it (its launch plan's hash does that): names only are kept.
+Of `[notify.X]` nothing is, for the same reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 from supervisord.core.messages import Observation
 from supervisord.core.model import Node
-from supervisord.core.spec import EngineSpec
+from supervisord.core.spec import EngineSpec, NodeSpec
 
 Json = Any
 """None, bool, int, finite float, str, list of Json, dict of str to Json."""
@@ -245,6 +246,7 @@ def _hidden_mapping() -> _Coder:
 
 _TEXT: Final = _PLAIN[str]
 _HIDDEN_FIELDS: Final = frozenset({(EngineSpec, "env")})
+_LEFT_OUT: Final = frozenset({(NodeSpec, "notify")})
 
 
 def _default(field: Field[Any]) -> Any:
@@ -257,7 +259,7 @@ def _default(field: Field[Any]) -> Any:
 def _record(cls: type) -> _Coder:
     """A dataclass as an object of those fields that differ from their defaults."""
     hints = typing.get_type_hints(cls)
-    known = fields(cast("Any", cls))
+    known = [f for f in fields(cast("Any", cls)) if (cls, f.name) not in _LEFT_OUT]
     coders = {f.name: _hidden_mapping() if (cls, f.name) in _HIDDEN_FIELDS else _coder(hints[f.name]) for f in known}
     parts = [(f.name, _default(f), coders[f.name].encode) for f in known]
     required = {name for name, default, _ in parts if default is _UNKNOWN}

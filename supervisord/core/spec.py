@@ -18,11 +18,21 @@ FlagValue = str | int | float | bool | tuple[Any, ...] | Mapping[str, Any]
 _EMPTY: Final[dict[str, Any]] = {}
 
 
-def key(doc: str, default: Any = ..., *, low: float | None = None, high: float | None = None) -> Any:
-    """One configuration key: its sentence for the reference, its default (none: required), its inclusive bounds."""
+def key(
+    doc: str,
+    default: Any = ...,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    repr: bool = True,  # noqa: A002 (as dataclasses.field calls it)
+) -> Any:
+    """One configuration key: its sentence for the reference, its default (none: required), its inclusive bounds.
+
+    `repr` off: it may be a secret.
+    """
     metadata = {"doc": doc, "low": low, "high": high}
     if default is ...:
-        return field(metadata=metadata)
+        return field(metadata=metadata, repr=repr)
     if default is _EMPTY:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -163,9 +173,29 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotifySpec:
+    """`[notify.X]`: a webhook that is told of events (docs/notifications.md)."""
+
+    name: str = field(metadata={"internal": True})
+    url: str = key("where messages are posted to, https:// or http://; told as scheme and host only", repr=False)
+    events: tuple[str, ...] = key("kinds and groups of events, see below", ("important",))
+    headers_file: str | None = key('file with headers to send, "NAME: VALUE" a line, such as Authorization', None)
+    ca_file: str | None = key("certificates (PEM) to trust instead of the machine's", None)
+    timeout_s: float = key("total time for one attempt to deliver", 10.0, low=0.1, high=60)
+    repeat_s: float = key(
+        "of what is told again within this time the last is sent at its end, with the number; 0 = each at once",
+        300.0,
+        low=0,
+        high=86400,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """The whole configuration, merged and validated."""
 
     supervisor: SupervisorSpec = field(default_factory=SupervisorSpec)
     gpu: GpuSpec = field(default_factory=GpuSpec)
     engines: Mapping[str, EngineSpec] = field(default_factory=dict)
+    notify: Mapping[str, NotifySpec] = field(default_factory=dict)
+    """Nothing is decided with it, and URLs of webhooks may be secrets: no recording holds it."""

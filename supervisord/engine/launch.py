@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from supervisord.config_problems import HIDDEN, Parts, locate, looks_secret, path_text, without_password
 from supervisord.config_users import ENGINE_USER, Account, account, may, own_account
-from supervisord.config_world import model_problem, read_key
+from supervisord.config_world import SecretError, model_problem, read_key
 from supervisord.core.model import LaunchPlan
 from supervisord.core.spec import EngineSpec, FlagValue
 from supervisord.engine import launch_env
@@ -265,10 +265,11 @@ def _search(path: str) -> int:
 
 def _read_key(path: str, *, as_root: bool, obstacles: list[Obstacle]) -> str | None:
     """The API key; None after it was said why not."""
-    found = read_key(path, as_root=as_root)
-    if isinstance(found, str):
-        return found
-    obstacles.append(Obstacle("api_key_file", f'cannot take the API key from "{path}": {found[0]}; {found[1]}'))
+    try:
+        return read_key(path, as_root=as_root)
+    except SecretError as error:
+        text = f'cannot take the API key from "{path}": {error}; {error.remedy}'
+        obstacles.append(Obstacle("api_key_file", text))
     return None
 
 

@@ -56,7 +56,7 @@ class GpuProbe:
             started = _Helper(helper, self._on_observation, self._whose)
             started.begin()
         except (OSError, RuntimeError) as error:  # no more descriptors, no more threads
-            self._on_observation(GpuHelperEnded(helper, _cannot_start(error)))
+            self._on_observation(GpuHelperEnded(helper, cannot_start(error)))
         else:
             self._helpers[helper] = started
 
@@ -132,7 +132,7 @@ class _Helper(threading.Thread):
         try:
             process = self._start()
         except OSError as error:
-            detail = _cannot_start(error)
+            detail = cannot_start(error)
         else:
             with process:  # which waits for its end
                 self._read(process)
@@ -143,19 +143,7 @@ class _Helper(threading.Thread):
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises OSError."""
         try:
-            library = importlib.util.find_spec("pynvml")
-            if library is None or library.origin is None:
-                raise OSError(errno.ENOENT, "nvidia-ml-py is missing; install it beside vllm-supervisor")
-            process = subprocess.Popen(
-                (sys.executable, "-IS", str(_PROBE), str(Path(library.origin).resolve().parent)),
-                stdin=self._stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                cwd="/",
-                env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-                start_new_session=True,
-            )
+            process = popen(self._stdin)
         finally:
             os.close(self._stdin)
         with self._lock:
@@ -228,6 +216,23 @@ class _Helper(threading.Thread):
             self._requests = _RELEASED
 
 
+def popen(stdin: int) -> subprocess.Popen[bytes]:
+    """Start a probe that reads its requests from `stdin`. Raises OSError."""
+    library = importlib.util.find_spec("pynvml")
+    if library is None or library.origin is None:
+        raise OSError(errno.ENOENT, "nvidia-ml-py is missing; install it beside vllm-supervisor")
+    return subprocess.Popen(
+        (sys.executable, "-IS", str(_PROBE), str(Path(library.origin).resolve().parent)),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd="/",
+        env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+        start_new_session=True,
+    )
+
+
 def _drain(pipe: int, take: Callable[[bytes], None]) -> bool:
     """Take what is there; False at its end."""
     while True:
@@ -240,6 +245,7 @@ def _drain(pipe: int, take: Callable[[bytes], None]) -> bool:
         take(data)
 
 
-def _cannot_start(error: OSError | RuntimeError) -> str:
+def cannot_start(error: OSError | RuntimeError) -> str:
+    """Why there is no probe, in words."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return f"cannot start {sys.executable}: {why}"

@@ -7,6 +7,7 @@ One JSON object a line; `protocol.py` reads the answers:
 
     {"sweep": 7, "slow": false, "avoid": [[UUID, PCI id, index]]}
                                           answered by the same, with what was seen; what is to be avoided is not touched
+                                          with "deep": true also what only `doctor` wants to know (gpu/survey.py)
     {"persistence": UUID, "on": true}     answered by the same, with "error": an NVML code or null
                                           unasked: {"xid": 79, "gpu": UUID, "at": monotonic seconds}
 
@@ -115,6 +116,26 @@ def _recovery_action(handle: Any) -> tuple[Any, ...]:
     return (answer.value.uiVal,)
 
 
+def _nvlinks(handle: Any) -> tuple[Any, ...]:
+    """How many links are up, and how many the GPU has."""
+    states: list[bool] = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        active, code = _attempt(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        if code is None:
+            states.append(bool(active))
+        elif code not in _ABSENT and code != pynvml.NVML_ERROR_INVALID_ARGUMENT:
+            raise pynvml.NVMLError(code)
+    if not states:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    return sum(states), len(states)
+
+
+def _fabric(handle: Any) -> tuple[Any, ...]:
+    info = pynvml.c_nvmlGpuFabricInfo_t()
+    pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    return info.state, info.status
+
+
 _STATIC: Final[tuple[Query, ...]] = (
     (("uuid",), (_one("nvmlDeviceGetUUID"),)),
     (("pci_id",), (_one("nvmlDeviceGetPciInfo_v3", then=lambda info: info.busId),)),
@@ -146,6 +167,12 @@ _SLOW: Final[tuple[Query, ...]] = (
     ),
     (("remap_pending", "remap_failed"), (_remapped_rows,)),
     (("recovery_action",), (_recovery_action,)),
+)
+
+_DEEP: Final[tuple[Query, ...]] = (
+    (("nvlinks_up", "nvlinks"), (_nvlinks,)),
+    (("fabric_state", "fabric_status"), (_fabric,)),
+    (("retired_pending",), (_one("nvmlDeviceGetRetiredPagesPendingStatus", then=bool),)),
 )
 
 
@@ -348,10 +375,18 @@ class Probe:
 
     def sweep(self, number: int, avoid: Avoid, *, slow: bool) -> dict[str, Any]:
         """Look at every GPU once."""
+        return self._look(number, avoid, _SLOW if slow else (), slow=slow)
+
+    def survey(self, number: int, avoid: Avoid) -> dict[str, Any]:
+        """Look at everything once."""
+        seen = self._look(number, avoid, (*_SLOW, *_DEEP), slow=True)
+        return seen | {"cuda": _attempt(pynvml.nvmlSystemGetCudaDriverVersion_v2)[0]}
+
+    def _look(self, number: int, avoid: Avoid, more: Iterable[Query], *, slow: bool) -> dict[str, Any]:
         began = time.monotonic()
         self._prepare(avoid, slow=slow)
         self._processes.begin(again=slow)
-        queries = (*self._fast, *_SLOW) if slow else self._fast
+        queries = (*self._fast, *more)
         readings = [gpu.read(queries, avoid) for gpu in self._gpus]
         return {
             "sweep": number,
@@ -475,7 +510,9 @@ def main() -> None:
         request = requests.get()
         if "sweep" in request:
             avoid = {uuid: (pci_id, index) for uuid, pci_id, index in request["avoid"]}
-            tell(probe.sweep(request["sweep"], avoid, slow=request["slow"]))
+            deep = request.get("deep", False)
+            number = request["sweep"]
+            tell(probe.survey(number, avoid) if deep else probe.sweep(number, avoid, slow=request["slow"]))
         else:
             tell(probe.set_persistence(request["persistence"], on=request["on"]))
 

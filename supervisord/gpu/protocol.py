@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeGuard
 
 from supervisord.core.gpu_samples import MEMORY_V1, MEMORY_V2, GpuPlace, GpuProcess, GpuReading, GpuSweep
@@ -13,6 +14,31 @@ from supervisord.log import printable
 
 LINE_BYTES: Final = 1 << 20
 """A longer line is no answer: sixteen GPUs with two hundred processes each take a quarter of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """What `doctor` alone wants to know of one GPU; None is unknown or unsupported.
+
+    `fabric_state`: NVML_GPU_FABRIC_STATE_*: 0 not supported, 1 not started, 2 in progress, 3 completed;
+    `fabric_status`: the NVML code that it completed with.
+    """
+
+    nvlinks_up: int | None = None
+    nvlinks: int | None = None
+    fabric_state: int | None = None
+    fabric_status: int | None = None
+    retired_pending: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A slow sweep, the newest CUDA that the driver can serve, and the depths of `sweep.gpus`, in their order."""
+
+    sweep: GpuSweep
+    cuda: tuple[int, int] | None = None
+    depths: tuple[Depths, ...] = ()
+
 
 Whose = Callable[[int], "tuple[str, int] | None"]
 """Engine and generation of a process, by pid."""
@@ -31,6 +57,13 @@ class ProtocolError(ValueError):
 def sweep_request(number: int, *, slow: bool, avoid: Iterable[GpuPlace] = ()) -> bytes:
     """Look at all GPUs but those to avoid."""
     return _line({"sweep": number, "slow": slow, "avoid": [[gpu.uuid, gpu.pci_id, gpu.index] for gpu in avoid]})
+
+
+def survey_request(avoid: Iterable[GpuPlace] = ()) -> bytes:
+    """Look at everything once, for `decode_survey`."""
+    return _line(
+        {"sweep": 1, "slow": True, "deep": True, "avoid": [[gpu.uuid, gpu.pci_id, gpu.index] for gpu in avoid]}
+    )
 
 
 def persistence_request(uuid: str, *, on: bool) -> bytes:
@@ -62,6 +95,31 @@ def decode(line: bytes, helper: int, now: float, whose: Whose) -> GpusSwept | Pe
     if "xid" in said:
         return XidSeen(_at(said, now), _text(said, "gpu"), _integer(said, "xid", most=_CODE_MAX), "nvml")
     raise ProtocolError("it has none of the keys sweep, persistence and xid")
+
+
+def decode_survey(line: bytes, now: float) -> Survey:
+    """The one answer to a `survey_request`. Raises ProtocolError and nothing else."""
+    swept = decode(line, 1, now, lambda _pid: None)
+    if not isinstance(swept, GpusSwept):
+        raise ProtocolError("it is no sweep")
+    said = json.loads(line)
+    cuda = None if said.get("cuda") is None else _integer(said, "cuda", most=_CODE_MAX)
+    return Survey(
+        swept.sweep,
+        None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
+        tuple(_depths(gpu) for gpu in _list(said, "gpus")),
+    )
+
+
+def _depths(gpu: Mapping[str, Any]) -> Depths:
+    kinds: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
+        "nvlinks_up": _integer,
+        "nvlinks": _integer,
+        "fabric_state": _integer,
+        "fabric_status": _integer,
+        "retired_pending": _flag,
+    }
+    return Depths(**{field: check(gpu, field) for field, check in kinds.items() if field in gpu})
 
 
 def pci_id(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
-from supervisord.config_world import read_key
+from supervisord.config_world import SecretError, read_key
 from supervisord.core import readiness
 from supervisord.core.model import Node, State
 from supervisord.http_wire import HttpError, Request, Response
@@ -69,10 +69,11 @@ class Site:
         if path is None:
             text = "cannot give metrics to another machine: supervisor.metrics_token_file is not set there"
             raise HttpError(HTTPStatus.FORBIDDEN, "forbidden", text)
-        token = read_key(path, as_root=self._as_root)
-        if not isinstance(token, str):
+        try:
+            token = read_key(path, as_root=self._as_root)
+        except SecretError:
             text = "cannot give metrics: the token cannot be read there (vllm-supervisor check-config says why)"
-            raise HttpError(HTTPStatus.FORBIDDEN, "no_token", text)
+            raise HttpError(HTTPStatus.FORBIDDEN, "no_token", text) from None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip(), token):
             text = "cannot give metrics: send Authorization: Bearer with the token of supervisor.metrics_token_file"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class FakeServer:
     family: socket.AddressFamily = socket.AF_INET
     host: str = "127.0.0.1"
     port: int = 0
+    tls: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     closed_by_peer: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
@@ -86,6 +88,12 @@ class FakeServer:
             thread.start()
 
     def _serve(self, connection: socket.socket, number: int) -> None:
+        if self.tls is not None:
+            try:
+                connection = self.sockets[number] = self.tls.wrap_socket(connection, server_side=True)
+            except OSError:  # the client does not trust us
+                self.closed_by_peer.set()
+                return
         with connection, connection.makefile("rb") as stream:
             with contextlib.suppress(OSError):
                 while (request := _read(stream, number)) is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from supervisord.core.kinds import KINDS, UNSENT
 from supervisord.core.messages import Record, Severity
 from supervisord.log import Journal, Sent
 from supervisord.systemd import journal
@@ -317,6 +318,7 @@ def catalog() -> dict[str, str]:
 
 def test_every_kind_has_an_id_of_its_own() -> None:
     assert sorted(told()) == sorted(MESSAGE_IDS)
+    assert MESSAGE_IDS.keys() == KINDS | UNSENT, "each is in one group of core/kinds.py"
     assert len(set(MESSAGE_IDS.values())) == len(MESSAGE_IDS)
     for one in MESSAGE_IDS.values():
         assert re.fullmatch(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}", one)

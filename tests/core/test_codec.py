@@ -65,8 +65,8 @@ PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
 
 
 def hidden(spec: NodeSpec) -> NodeSpec:
-    """The same configuration with nothing in the environments but names."""
-    return replace(spec, engines={name: hidden_engine(engine) for name, engine in spec.engines.items()})
+    """The same configuration with nothing in the environments but names, and without webhooks."""
+    return replace(spec, notify={}, engines={name: hidden_engine(engine) for name, engine in spec.engines.items()})
 
 
 def hidden_engine(spec: EngineSpec) -> EngineSpec:

@@ -6,17 +6,14 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-import pytest
 
 from tests.daemon.harness import Daemon
 from tests.daemon.outside import Watcher, engine_processes
 from tests.daemon.sims import Sim, section
+from tests.daemon.staging import small_disk
 from tests.sim.engine import alive, wait_until
 
 
@@ -109,18 +106,6 @@ def test_never_two_starts_at_once(tmp_path: Path) -> None:
         for sim in sims:
             sim.mood.clear()
         wait_until(look, 30, "all to be ready again")
-
-
-@contextlib.contextmanager
-def small_disk(place: Path, mib: int) -> Iterator[None]:
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=711", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk, and not everywhere")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def test_a_full_disk_stops_no_supervision(tmp_path: Path) -> None:

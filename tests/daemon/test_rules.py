@@ -5,9 +5,6 @@ One daemon with an engine for each story; all stories happen at the same time, a
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
 import os
 import signal
 import threading
@@ -22,6 +19,7 @@ import pytest
 from tests.daemon.harness import Daemon, Document
 from tests.daemon.outside import titled
 from tests.daemon.sims import Sim, section
+from tests.daemon.staging import Clients
 from tests.sim.engine import wait_until
 
 POLL_S = 0.5
@@ -36,31 +34,6 @@ BLOCKS: dict[str, Any] = {"free_blocks_min": 100, "free_blocks_for_s": 2}
 def stated(free: int) -> dict[str, Any]:
     """A build that states its blocks in /health, without metrics."""
     return {"health": {"status": 200, "json": {"block_table_stats": {"free_blocks": free}}}, "metrics": 404}
-
-
-class Clients:
-    """Three that ask an engine for completions, one after the other, until they are told to stop."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._over = threading.Event()
-        for number in range(3):
-            thread = threading.Timer(0.15 * number, self._run)
-            thread.daemon = True
-            thread.start()
-
-    def stop(self) -> None:
-        self._over.set()
-
-    def _run(self) -> None:
-        body = json.dumps({"model": "tiny", "prompt": "once", "max_tokens": 50, "ignore_eos": True})
-        while not self._over.is_set():
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=100)
-                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-                connection.getresponse().read()
-                connection.close()
-            self._over.wait(0.02)
 
 
 class Scene:

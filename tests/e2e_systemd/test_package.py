@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,32 @@ def test_it_is_up_after_the_installation(node: PackagedNode) -> None:
     }
     assert node.machine.run("vllm-supervisor", "status").stdout.startswith("no engines are configured")
     assert node.machine.run("stat", "-c", "%a %G", "/run/vllm-supervisor/control.sock").stdout == "660 vllm-admin\n"
+
+
+def test_doctor_knows_the_machine_as_root_and_as_anybody(node: PackagedNode) -> None:
+    (pid,) = node.with_engine("a")
+
+    def doctor(*before: str) -> dict[str, tuple[str, str]]:
+        told = node.machine.run(*before, "vllm-supervisor", "doctor", "--json", check=False)
+        assert told.stderr == ""
+        checks = json.loads(told.stdout)["checks"]
+        assert not [check for check in checks if "internal error" in check["message"]]
+        return {check["name"]: (check["verdict"], check["message"]) for check in checks}
+
+    found = doctor()
+    assert found["unit"] == ("ok", f"{UNIT} is enabled and active (running)")
+    assert found["port"] == ("ok", f"port 8101 is the engine's own (pid {pid})")
+    assert found["rival_processes"][0] == found["stop_time"][0] == found["start_time"][0] == "ok"
+    assert found["open_files"] == ("ok", "engines are services of systemd, which get what they need")
+    assert found["needrestart"][0] == found["systemd"][0] == found["daemon"][0] == found["home"][0] == "ok"
+    found = doctor("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    assert {found[name][0] for name in ("configuration", "daemon")} == {"not_checked"}
+    assert found["unit"][0] == "ok"
+    node.systemctl("disable", "--now", UNIT)
+    found = doctor()
+    assert found["unit"] == ("warn", f"{UNIT} is disabled: it does not start at boot")
+    assert found["daemon"] == ("warn", "the daemon does not run")
+    assert found["port"] == ("ok", "port 8101 is free")
 
 
 def test_engines_run_as_services_outside_of_its_sandbox(node: PackagedNode) -> None:

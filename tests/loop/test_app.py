@@ -18,6 +18,7 @@ from supervisord.engine.profiles import Profiles
 from supervisord.history import History
 from supervisord.log import Journal
 from supervisord.voice import Voice
+from supervisord.webhook.notifier import Webhooks
 
 CONFIG = """
 [supervisor]
@@ -51,7 +52,7 @@ def history(home: Path) -> History:
 
 @pytest.fixture
 def voice(history: History) -> Iterator[Voice]:
-    made = Voice(Journal(io.StringIO()), history)
+    made = Voice(Journal(io.StringIO()), history, Webhooks())
     yield made
     made.close()
 

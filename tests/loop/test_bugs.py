@@ -14,6 +14,7 @@ from supervisord.core.model import Node
 from supervisord.history import History
 from supervisord.log import Journal
 from supervisord.voice import Voice
+from supervisord.webhook.notifier import Webhooks
 from tests.core.play import engine_spec, new_node, node_spec
 
 TOKEN = "hf_QmFzZTY0IGlzIG5vdCBlbmNyeXB0aW9u"
@@ -28,7 +29,7 @@ class Desk:
         self.now = 100.0
         self._log = io.StringIO()
         journal = Journal(self._log)
-        self._voice = Voice(journal, History(folder, lambda _: None))
+        self._voice = Voice(journal, History(folder, lambda _: None), Webhooks())
         self.bugs = Bugs(folder, self._voice, lambda: self.now)
 
     def report(self, error: Exception, *, env: dict[str, str] = ENV) -> None:

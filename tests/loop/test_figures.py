@@ -16,6 +16,7 @@ from supervisord.history import History
 from supervisord.log import Journal
 from supervisord.loop import Inbox, Loop
 from supervisord.voice import Voice
+from supervisord.webhook.notifier import Webhooks
 from tests.loop.test_loop import Recorder
 
 
@@ -66,7 +67,7 @@ def test_the_loop_tells_how_long_a_turn_took() -> None:
 
 def test_losses_are_counted_by_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(tmp_path, lambda _: None)
-    voice = Voice(Journal(io.StringIO()), history)
+    voice = Voice(Journal(io.StringIO()), history, Webhooks())
     assert voice.lost() == {"log_line": 0, "event": 0, "observation": 0}
     monkeypatch.setattr("supervisord.history.QUEUE_MAX", 0)
     voice.write(Record("ready", "a is ready", engine="a"))

@@ -105,7 +105,7 @@ def test_install_use_remove_purge(machine: Machine) -> None:
       readlink /etc/systemd/system/multi-user.target.wants/vllm-supervisor.service
       find /usr/lib/vllm-supervisor -name '*.pyc' | grep -q app.cpython && echo compiled
       dpkg -V vllm-supervisor && echo verified
-      man -w vllm-supervisor
+      man -w vllm-supervisor vllm-supervisor.toml
       echo '# mine' >>/etc/vllm-supervisor/config.toml
       echo >/etc/vllm-supervisor/conf.d/mine.toml
       mkdir /var/lib/vllm/models
@@ -128,6 +128,7 @@ def test_install_use_remove_purge(machine: Machine) -> None:
         "compiled",
         "verified",
         "/usr/share/man/man8/vllm-supervisor.8.gz",
+        "/usr/share/man/man5/vllm-supervisor.toml.5.gz",
         "removed",
         "# mine",
         "no account",

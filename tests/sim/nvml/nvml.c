@@ -367,6 +367,43 @@ nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *correc
     return NVML_SUCCESS;
 }
 
+nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t device, nvmlEnableState_t *pending)
+{
+    u64 value;
+    ENTER_GPU(device);
+    if (!read_number(gpu, "retired_pending", &value))
+        return NVML_ERROR_NOT_SUPPORTED;
+    *pending = (nvmlEnableState_t)value;
+    return NVML_SUCCESS;
+}
+
+/* The first nvlinks_up of the links that a GPU has are up. */
+nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned int link, nvmlEnableState_t *active)
+{
+    u64 links, up = 0;
+    ENTER_GPU(device);
+    if (!read_number(gpu, "nvlinks", &links))
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (link >= links)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    read_number(gpu, "nvlinks_up", &up);
+    *active = link < up ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpuFabricInfo_t *info)
+{
+    u64 state, status = NVML_SUCCESS;
+    ENTER_GPU(device);
+    if (!read_number(gpu, "fabric_state", &state))
+        return NVML_ERROR_NOT_SUPPORTED;
+    read_number(gpu, "fabric_status", &status);
+    memset(info, 0, sizeof *info);
+    info->state = (nvmlGpuFabricState_t)state;
+    info->status = (nvmlReturn_t)status;
+    return NVML_SUCCESS;
+}
+
 /* Field n is the file field/<n>: 230 is the recovery action. */
 nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, nvmlFieldValue_t *values)
 {

@@ -1,0 +1,34 @@
+"""Every relative link of the README and docs/ leads to a file of the repository, and every anchor to a heading."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, anchors, links, read
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(read(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: there is no {target.relative_to(ROOT)}"
+        assert ROOT in target.parents, f"{link}: leads out of the repository"
+        assert not anchor or anchor in anchors(read(target)), f"{link}: no such heading"
+
+
+def test_the_readme_names_every_page() -> None:
+    readme = ROOT / "README.md"
+    named = {(ROOT / link.partition("#")[0]).resolve() for link in links(read(readme))}
+    pages = {page for page in PAGES if page.parent == ROOT / "docs"}
+    assert pages - named == set()
+
+
+def test_generated_pages_are_current() -> None:
+    command = [sys.executable, str(ROOT / "scripts/make-reference"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
