@@ -21,7 +21,7 @@ RESPONSE_MAX_BYTES: Final = 8 * 1024 * 1024
 
 _END_OF_HEAD: Final = b"\r\n\r\n"
 _REQUEST_LINE: Final = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
-_HEADER: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~]*?)[ \t]*")
+_HEADER: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~]*)")
 _LENGTH: Final = re.compile(r"[0-9]{1,18}")
 
 
@@ -128,16 +128,16 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str], int]:
         header = _HEADER.fullmatch(text)
         if header is None:
             raise _malformed("one of its header lines is not a header")
-        name = header[1].lower()
+        name, value = header[1].lower(), header[2].strip(" \t")
         if name == "transfer-encoding":
             raise HttpError(
                 HTTPStatus.LENGTH_REQUIRED, "length_required", "cannot read the request: send a Content-Length instead"
             )
-        if headers.setdefault(name, header[2]) == header[2]:
+        if headers.setdefault(name, value) == value:
             continue
         if name == "content-length":
             raise _malformed("its Content-Length is not one number")
-        headers[name] += f", {header[2]}"
+        headers[name] += f", {value}"
     length = headers.get("content-length", "0")
     if not _LENGTH.fullmatch(length):
         raise _malformed("its Content-Length is not one number")

@@ -22,7 +22,7 @@ from supervisord.core.model import After, Backoff, Draining, Engine, Node, Ready
 from supervisord.core.spec import NodeSpec, SupervisorSpec
 from supervisord.figures import Figures
 from supervisord.http_server import Limits
-from supervisord.http_wire import HEAD_MAX_BYTES
+from supervisord.http_wire import HEAD_MAX_BYTES, HttpError, read_request
 from supervisord.launcher import ports
 from supervisord.web import server as web
 from supervisord.web.listen import ListenError, listen
@@ -337,6 +337,19 @@ def test_what_is_no_request_is_refused(serve: Callable[..., Web], request_: byte
     assert int(answer.split()[1]) == code
     assert answer.partition(b"\r\n\r\n")[2].startswith(b"cannot read the request: ")
     assert served.errors == []
+
+
+@pytest.mark.parametrize("value", [b" " * 16_000, b" x" * 8_000, b"\t" * 16_000, b"a=" * 8_000])
+@pytest.mark.parametrize("end", [b"\x01", b""])
+def test_no_request_takes_long_to_read(value: bytes, end: bytes) -> None:
+    """While a pattern is matched the loop stands still."""
+    began = time.process_time()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"GET /ready HTTP/1.1\r\nA:" + value + end + b"\r\n\r\n")
+        with contextlib.suppress(HttpError):
+            read_request(ours, time.monotonic() + 20)
+    assert time.process_time() - began < 0.2
 
 
 def test_a_connection_gets_one_answer(serve: Callable[..., Web]) -> None:
