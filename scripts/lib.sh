@@ -6,6 +6,12 @@ readonly EX_USAGE=64
 
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 readonly REPO
+# Services of systemd, cron and containers may have no HOME.
+if [[ -z ${HOME:-} ]]; then
+  unset HOME
+  HOME=~
+  export HOME
+fi
 CACHE=${VLLM_SUPERVISOR_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm-supervisor}
 # A relative cache would mean another folder after the next cd.
 [[ $CACHE == /* ]] || CACHE=$PWD/$CACHE

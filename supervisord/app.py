@@ -44,7 +44,7 @@ from supervisord.history import History
 from supervisord.history_answers import HistoryAnswers, stamp
 from supervisord.lanes import Lanes
 from supervisord.launcher import launchers, ports
-from supervisord.launcher.base import ManagerError, StateDirBusy, StateDirError
+from supervisord.launcher.base import ManagerError, StateDirBusy, StateDirError, log_identifier
 from supervisord.launcher.choice import no_systemd
 from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
@@ -380,12 +380,15 @@ class Daemon:
         return Reloaded(accepted, tuple(messages) if accepted else (reply.message,), settling)
 
     def log(self, engine: str, offset: int | None, limit: int) -> LogChunk | InJournal | None:
-        """Read a part of an engine's log file."""
+        """Read a part of an engine's log file, or say that the journal has it."""
         _, node = self._board.read()
         if engine not in node.engines:
             return None
+        path = self._launcher.log_path(engine)
+        if path is None:
+            return InJournal(log_identifier(engine))
         try:
-            with self._launcher.log_path(engine).open("rb") as file:
+            with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 start = max(0, size - limit) if offset is None else (offset if offset <= size else 0)
                 file.seek(start)

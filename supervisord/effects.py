@@ -58,8 +58,9 @@ from supervisord.state import StateFile
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice
 
-ENDING_TURN_S: Final = 30.0
-"""While the daemon ends, every turn asks systemd for so much more: every step has its own bound, their sum has none."""
+EXTENDED_S: Final = 30.0
+"""Before READY=1 and while the daemon ends, every turn asks systemd for so much more: each step has its own bound,
+their sum has none."""
 
 SWEEP_WITHIN_S: Final = 5.0
 """While an engine warms up its GPUs are looked at every second."""
@@ -188,7 +189,8 @@ class NodeEffects:
             self._notifier.status(summary(node))
             if node.ending:
                 self._notifier.stopping()
-                self._notifier.extend(ENDING_TURN_S)
+            if node.ending or node.announce_ready_at is not None:
+                self._notifier.extend(EXTENDED_S)
 
     def on_exit(self, engine: str, generation: int, code: int | None, signal: int | None) -> None:
         """A main process ended; called on the exit watcher's thread."""

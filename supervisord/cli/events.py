@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
 from datetime import datetime
 
@@ -13,6 +14,7 @@ from supervisord.control.client import ANSWER_S, engine_name, get
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, Final
 
     Document = dict[str, Any]
@@ -25,6 +27,8 @@ _AGO: Final = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,3})?[smhdw])+")
 _PART: Final = re.compile(r"([0-9.]+)([smhdw])")
 _KIND_WIDTH: Final = len("gpu_telemetry_unresponsive")
 _SEVERITY_WIDTH: Final = 8
+_KIND_FROM: Final = 120
+"""Columns of a terminal from which on the kind leaves enough to the sentence."""
 _COLOURS: Final = {"critical": "1;31", "error": "31", "warning": "33", "notice": "32", "debug": "2"}
 
 
@@ -44,14 +48,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def main(args: argparse.Namespace) -> int:
     """Print page after page; with --follow for ever."""
-    _, colour = render.terminal()
+    show = _printer(as_json=args.json)
     shared = "" if args.engine is None else f"&engine={engine_name(args.engine)}"
     first = f"limit={_NEWEST}" if args.since is None else f"limit={_PAGE}&since={args.since:.3f}"
     query, wait_s = first, 0.0
     while True:
         page = get(args.socket, f"/v1/events?{query}{shared}", ANSWER_S + wait_s).document()
         for event in page["events"]:
-            print(json.dumps(event) if args.json else line(event, colour=colour))
+            show(event)
         if not page["more"]:
             if not args.follow:
                 return OK
@@ -60,13 +64,41 @@ def main(args: argparse.Namespace) -> int:
         query = f"after={page['last_id']}&limit={_PAGE}&timeout={wait_s:g}"
 
 
-def line(event: Document, *, colour: bool) -> str:
-    """One event for people: local time, how bad, what kind, the sentence."""
-    severity = event["severity"]
-    what = f"{severity:<{_SEVERITY_WIDTH}}  {event['kind']:<{_KIND_WIDTH}}  {event['message']}"
-    text = render.clean(f"{render.local(event['at'])}  {what}")
-    shade = _COLOURS.get(severity)
-    return f"\x1b[{shade}m{text}\x1b[0m" if colour and shade is not None else text
+def _printer(*, as_json: bool) -> Callable[[Document], None]:
+    """How an event is printed: for programs, on a terminal, or as one line for pipes and files."""
+    if as_json:
+        return lambda event: print(json.dumps(event))
+    if sys.stdout.isatty():
+        width, colour = render.terminal()
+        return OnTerminal(width, colour=colour).show
+    return lambda event: print(line(event))
+
+
+def line(event: Document) -> str:
+    """One event in one line: local time, how bad, what kind, the sentence."""
+    what = f"{event['severity']:<{_SEVERITY_WIDTH}}  {event['kind']:<{_KIND_WIDTH}}  {event['message']}"
+    return render.clean(f"{render.local(event['at'])}  {what}")
+
+
+class OnTerminal:
+    """Events for eyes: a line for each day, sentences that keep to their column, the kind where there is room."""
+
+    def __init__(self, width: int, *, colour: bool) -> None:
+        self._width = width
+        self._colour = colour
+        self._day = ""
+
+    def show(self, event: Document) -> None:
+        """Print one event."""
+        day, at = render.local(event["at"]).split(" ")
+        if day != self._day:
+            self._day = day
+            print(render.paint(day, render.BOLD, self._colour))
+        kind = f"{event['kind']:<{_KIND_WIDTH}}  " if self._width >= _KIND_FROM else ""
+        head = f"{at}  {event['severity']:<{_SEVERITY_WIDTH}}  {kind}"
+        shade = _COLOURS.get(event["severity"], "")
+        for text in render.wrap(event["message"], self._width, head, " " * len(head)):
+            print(render.paint(text, shade, self._colour and bool(shade)))
 
 
 def _since(text: str) -> float:

@@ -1,12 +1,14 @@
-"""`logs`: what an engine wrote, from the daemon's file or, when the daemon holds none, from the journal."""
+"""`logs`: what an engine wrote, from its file through the daemon or, where engines are services, from the journal."""
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import os
 import sys
+from pathlib import Path
 
-from supervisord.cli import NO, OK, complain, render
+from supervisord.cli import DENIED, NO, OK, complain, render
 from supervisord.control.client import ANSWER_S, RefusedError, engine_target, get
 
 TYPE_CHECKING = False
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     from supervisord.control.client import Reply
 
+JOURNALS: Final = ("/var/log/journal", "/run/log/journal")
+"""Where journald keeps what it was told (systemd-journald.service(8))."""
 _LINES: Final = 200
 _CHUNK_BYTES: Final = 64 * 1024
 _TAIL_MAX_BYTES: Final = 16 * 1024 * 1024
@@ -95,6 +99,12 @@ def _journal(identifier: str, lines: int, *, follow: bool) -> int:
     """Show the log from journald, cleaned like any other."""
     import subprocess  # noqa: PLC0415 - needed only on a node whose engines log to journald
 
+    if not _may_read_journal():
+        complain(
+            f"cannot show the log of {identifier}: only root and members of the groups systemd-journal and adm may "
+            "read the journal; use sudo, or become one: usermod -aG systemd-journal YOU, and log in again"
+        )
+        return DENIED
     argv = ["journalctl", "--no-pager", "--output=cat", f"--identifier={identifier}", f"--lines={lines}"]
     try:
         process = subprocess.Popen([*argv, *(["--follow"] if follow else [])], stdout=subprocess.PIPE, bufsize=0)
@@ -112,6 +122,12 @@ def _journal(identifier: str, lines: int, *, follow: bool) -> int:
             process.terminate()
     out.end()
     return OK if process.returncode == 0 else NO
+
+
+def _may_read_journal() -> bool:
+    """Whether journald lets us; if not, journalctl would show an empty log, or that of ourselves."""
+    found = [path for folder in JOURNALS for path in Path(folder).glob("*/system.journal")]
+    return not found or any(os.access(path, os.R_OK) for path in found)
 
 
 def _count(text: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from supervisord.cli.render import BOLD, GREEN, RED, YELLOW, clean, known, paint, shorten, wrap
+from supervisord.cli import render
+from supervisord.cli.grid import UNKNOWN, Table
+from supervisord.cli.render import BOLD, GREEN, RED, YELLOW, bar, cell, clean, known, paint, shorten, wrap
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -11,14 +13,40 @@ if TYPE_CHECKING:
 
     Document = dict[str, Any]
 
-_LAYOUTS: Final = (
-    ("GPU", "NAME", "BAR", "TEMP", "POWER", "BUSY", "HEALTH", "ENGINES"),
-    ("GPU", "NAME", "BAR", "TEMP", "POWER", "BUSY", "HEALTH"),
-    ("GPU", "NAME", "MEMORY", "TEMP", "POWER", "BUSY", "HEALTH"),
-    ("GPU", "MEMORY", "TEMP", "HEALTH"),
-    ("GPU", "HEALTH"),
+_TABLE: Final = Table(
+    {
+        "index": "GPU",
+        "name": "NAME",
+        "health": "HEALTH",
+        "membar": "MEMORY",
+        "memory": "MEMORY",
+        "held": "HELD BY",
+        "heat": "TEMP",
+        "power": "POWER",
+        "busy": "BUSY",
+        "persistence": "PERSISTENCE",
+        "faults": "FAULTS",
+    },
+    (
+        ("index", "name", "health", "membar", "heat", "power", "busy", "persistence", "faults", "held"),
+        ("index", "name", "health", "membar", "heat", "power", "busy", "persistence", "held"),
+        ("index", "name", "health", "membar", "heat", "power", "busy", "persistence"),
+        ("index", "name", "health", "membar", "heat", "power", "busy"),
+        ("index", "name", "health", "memory", "heat", "power", "busy"),
+        ("index", "health", "memory", "heat"),
+        ("index", "health"),
+    ),
+    {
+        "memory": "memory {}",
+        "heat": "{}",
+        "power": "{}",
+        "busy": "busy {}",
+        "held": "held by {}",
+        "persistence": "persistence {}",
+        "faults": "faults {}",
+    },
+    {"membar": "memory"},
 )
-"""Columns, for the widest terminal first. BAR is MEMORY with a picture."""
 _NAME_MAX: Final = 16
 _BAR_CELLS: Final = 10
 _WIDE_BAR_CELLS: Final = 20
@@ -40,47 +68,57 @@ def health(gpu: Document, trouble: Document | None) -> str:
 # --- a line each ------------------------------------------------------------------------------------------------------
 
 
-def table(gpus: list[Document], trouble: Document | None, *, width: int, colour: bool) -> Iterator[str]:
-    """Lines for `status`; `trouble`: why nothing is known of GPUs now."""
-    if trouble is not None:
-        yield from _trouble(trouble, width, colour)
-    if not gpus:
-        return
-    cells = [_cells(gpu, trouble) for gpu in gpus]
-    for layout in _LAYOUTS:
-        widths = [max(len(_header(name)), *(len(row[name]) for row in cells)) for name in layout]
-        if sum(widths) + 2 * (len(widths) - 1) <= width:
-            break
-    yield paint("  ".join(_header(name).ljust(room) for name, room in zip(layout, widths, strict=True)), BOLD, colour)
-    for gpu, row in zip(gpus, cells, strict=True):
-        shade = _SHADES.get(row["HEALTH"], "")
-        texts = {name: row[name].ljust(room) for name, room in zip(layout, widths, strict=True)}
-        texts["HEALTH"] = paint(texts["HEALTH"], shade, colour and bool(shade))
-        yield "  ".join(texts[name] for name in layout)
-        yield from _reasons(gpu, width)
-
-
-def _header(name: str) -> str:
-    return "MEMORY" if name == "BAR" else name
+def table(
+    gpus: list[Document], trouble: Document | None, *, width: int, colour: bool, second: bool = True
+) -> Iterator[str]:
+    """Lines for `status`; `trouble`: why nothing is known of GPUs now. What is wrong with them stands elsewhere."""
+    rows = [_cells(gpu, trouble) for gpu in gpus]
+    shades = [{"health": _SHADES[row["health"]]} if row["health"] in _SHADES else {} for row in rows]
+    return _TABLE.lines(rows, shades, width=width, colour=colour, second=second)
 
 
 def _cells(gpu: Document, trouble: Document | None) -> dict[str, str]:
     used, total = gpu["memory_used_mib"], gpu["memory_total_mib"]
-    memory = "-"
+    memory = UNKNOWN
     if used is not None:
         memory = f"{used / 1024:.1f}{'' if total is None else f'/{total / 1024:.1f}'}G"
+    wanted, actual = gpu["persistence"]["wanted"], gpu["persistence"]["actual"]
+    unmet = wanted in {"on", "off"} and actual not in {None, wanted}
     cells = {
-        "GPU": known(gpu["index"]),
-        "NAME": shorten((gpu["name"] or gpu["uuid"]).removeprefix("NVIDIA "), _NAME_MAX),
-        "MEMORY": memory,
-        "BAR": " ".join(filter(None, (_bar(used, total, _BAR_CELLS), memory))),
-        "TEMP": _unit(gpu["temperature_c"], "C"),
-        "POWER": _unit(gpu["power_w"], "W"),
-        "BUSY": _unit(gpu["utilization_percent"], "%"),
-        "HEALTH": health(gpu, trouble),
-        "ENGINES": ", ".join(gpu["engines"]) or "-",
+        "index": known(gpu["index"]),
+        "name": shorten((gpu["name"] or gpu["uuid"]).removeprefix("NVIDIA "), _NAME_MAX),
+        "memory": memory,
+        "membar": " ".join(filter(None, (bar(used, total, _BAR_CELLS), memory))),
+        "heat": _unit(gpu["temperature_c"], "C"),
+        "power": _unit(gpu["power_w"], "W"),
+        "busy": _unit(gpu["utilization_percent"], "%"),
+        "persistence": f"{actual} (wanted {wanted})" if unmet else known(actual),
+        "faults": _faults(gpu["xids"]),
+        "health": health(gpu, trouble),
+        "held": _held(gpu),
     }
-    return {name: clean(cell) for name, cell in cells.items()}
+    return {name: cell(text) for name, text in cells.items()}
+
+
+def _faults(xids: dict[str, int]) -> str:
+    """By Xid, and how often."""
+    names = {number: f"Xid {number}" if number.isdecimal() else "off the bus" for number in xids}
+    return ", ".join(f"{names[number]}{f' x{count}' if count > 1 else ''}" for number, count in xids.items()) or UNKNOWN
+
+
+def _held(gpu: Document) -> str:
+    """Memory by engine, then that of everybody else; of engines that are configured for it and hold none the name."""
+    processes = gpu["processes"]
+    if processes is None:
+        return UNKNOWN
+    names = list(dict.fromkeys([*gpu["engines"], *(process["engine"] for process in processes if process["engine"])]))
+    parts = []
+    for name in [*names, None]:
+        own = [process for process in processes if process["engine"] == name]
+        size = _sum(own)
+        if own or name is not None:
+            parts.append(f"{name or 'not ours'} {render.gib(size)}")
+    return ", ".join(parts) or "nobody"
 
 
 # --- everything -------------------------------------------------------------------------------------------------------
@@ -91,7 +129,7 @@ def view(gpus: list[Document], driver: str | None, trouble: Document | None, *, 
     lines = list(_summary(gpus, driver, trouble, width, colour))
     for gpu in gpus:
         lines += ["", *_details(gpu, trouble, width, colour)]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return render.joined(lines)
 
 
 def _summary(
@@ -150,9 +188,9 @@ def _memory(gpu: Document) -> str:
     used, total, free = gpu["memory_used_mib"], gpu["memory_total_mib"], gpu["memory_free_mib"]
     if used is None:
         return "-"
-    bar = _bar(used, total, _WIDE_BAR_CELLS)
+    picture = bar(used, total, _WIDE_BAR_CELLS)
     text = f"{used / 1024:.1f} of {'-' if total is None else f'{total / 1024:.1f}'} GiB"
-    return f"{bar}{bar and ' '}{text}, {'-' if free is None else f'{free / 1024:.1f}'} free"
+    return f"{picture}{picture and ' '}{text}, {'-' if free is None else f'{free / 1024:.1f}'} free"
 
 
 def _holders(gpu: Document) -> Iterator[str]:
@@ -200,13 +238,6 @@ def _xid(number: str) -> str:
     from supervisord.core.xids import name_of  # noqa: PLC0415 - only a GPU with faults needs the words
 
     return name_of(int(number) if number.isdecimal() else None)
-
-
-def _bar(used: float | None, total: float | None, cells: int) -> str:
-    if used is None or not total:
-        return ""
-    full = max(0, min(cells, round(cells * used / total)))
-    return f"[{'#' * full}{'.' * (cells - full)}]"
 
 
 def _size(mib: float | None) -> str:

@@ -47,13 +47,12 @@ def main(args: argparse.Namespace) -> int:
 def story(found: Document, *, width: int, colour: bool, now: float) -> str:
     """Lay it out for people, with local times; `now` is epoch seconds. Ends with a newline."""
     shade = _COLOURS.get(found["outcome"], _BOLD)
-    lines = [_paint(render.clean(found["headline"]), shade, colour), *_body(found["lines"], width, colour, now)]
+    lines = [render.paint(line, shade, colour) for line in render.wrap(found["headline"], width, "", "  ")]
+    lines += [*_body(found["lines"], width, colour, now)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def _body(lines: list[Document], width: int, colour: bool, now: float) -> Iterator[str]:
-    from textwrap import wrap  # noqa: PLC0415 - only people need it
-
     times = [_when(line["at"], now) for line in lines]
     room = max(map(len, times))
     indent = " " * (len("SEEN") + 2 + room + 2)
@@ -64,8 +63,8 @@ def _body(lines: list[Document], width: int, colour: bool, now: float) -> Iterat
         shown = at if moment != before else ""
         told, before = section, moment if at else before
         text_width = max(_TEXT_MIN, min(_TEXT_MAX, width - len(indent)))
-        first, *rest = wrap(render.clean(line["text"]), text_width, break_on_hyphens=False) or [""]
-        yield f"{_paint(f'{head:<4}', _BOLD, colour and bool(head))}  {shown:<{room}}  {first}"
+        first, *rest = render.wrap(line["text"], text_width, "", "") or [""]
+        yield f"{render.paint(f'{head:<4}', _BOLD, colour and bool(head))}  {shown:<{room}}  {first}"
         yield from (f"{indent}{text}" for text in rest)
 
 
@@ -75,7 +74,3 @@ def _when(stamp: str | None, now: float) -> str:
         return ""
     at, today = render.local(stamp), datetime.fromtimestamp(now).astimezone().strftime("%Y-%m-%d")
     return at.removeprefix(f"{today} ")
-
-
-def _paint(text: str, shade: str, colour: bool) -> str:
-    return f"\x1b[{shade}m{text}\x1b[0m" if colour else text

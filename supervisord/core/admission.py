@@ -54,6 +54,8 @@ def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
         sample=None,
         ready_since=None,
         warmup=None,
+        watch=None,
+        left=None,
         devices=tuple(gpu.uuid for gpu in gpus) if known else (),
         strange_bytes={},
         gpu_bytes=None,

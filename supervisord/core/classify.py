@@ -162,7 +162,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
 )
 
 _UNIMPORTANT: Final = re.compile(
-    r"^\s*$|warnings\.warn|resource_tracker|nanobind|^ - (?:leaked|\.\.\. skipped)"
+    r"^\s*$|HTTP/1\.[01]\" \d{3}\b|warnings\.warn|resource_tracker|nanobind|^ - (?:leaked|\.\.\. skipped)"
     r"|^\s*(?:File \"|~+\^|\^+|For further information)"
 )
 
@@ -211,4 +211,4 @@ def _last_line(tail: Sequence[str]) -> str:
     for line in reversed(tail):
         if not _UNIMPORTANT.search(line):
             return line.strip()[:_EXCERPT_CHARS]
-    return "(no output)"
+    return "(nothing that says why)" if any(line.strip() for line in tail) else "(no output)"

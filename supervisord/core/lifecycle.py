@@ -26,7 +26,8 @@ MEMORY_BACK_S: Final = 30.0
 """GPU memory comes back within 0.2 s, on the other GPUs of a killed rank within 9."""
 
 TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
-    State.STOPPED: frozenset({State.WAITING, State.STARTING, State.STOPPING}),
+    # A starting daemon finds an engine that serves in any state: it begins with STOPPED, or a remembered FAILED.
+    State.STOPPED: frozenset({State.WAITING, State.STARTING, State.DRAINING, State.STOPPING}),
     State.WAITING: frozenset({State.STOPPED, State.STARTING, State.STOPPING, State.BACKOFF, State.FAILED}),
     State.STARTING: frozenset({State.WAITING, State.WARMING, State.READY, State.STOPPING, State.BACKOFF, State.FAILED}),
     State.WARMING: frozenset({State.READY, State.STOPPING}),
@@ -34,7 +35,7 @@ TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
     State.DRAINING: frozenset({State.READY, State.STOPPING}),
     State.STOPPING: frozenset({State.STOPPED, State.WAITING, State.STARTING, State.BACKOFF, State.FAILED}),
     State.BACKOFF: frozenset({State.STOPPED, State.WAITING, State.STARTING}),
-    State.FAILED: frozenset({State.STOPPED, State.WAITING, State.STARTING, State.STOPPING}),
+    State.FAILED: frozenset({State.STOPPED, State.WAITING, State.STARTING, State.DRAINING, State.STOPPING}),
 }
 
 

@@ -273,6 +273,19 @@ STATE_OF: Final[Mapping[type, State]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """How the daemon before this one left an engine whose processes may live; of use when these are adopted.
+
+    `since`: when it came into `state`. `after` and `cause`: of one that was draining or stopping.
+    """
+
+    state: State
+    since: float
+    after: After | None = None
+    cause: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """One engine of this node, configured or still ending."""
 
@@ -321,6 +334,8 @@ class Engine:
     """Memory of its processes on all of them, as of the last sweep."""
     placed: bool = False
     """The processes of this generation were seen on the GPUs that they belong on."""
+    left: Left | None = None
+    """Until what lives of `generation` is ready, or was started anew."""
     app_xids: tuple[str, ...] = ()
     """What the driver reported of this generation's own mistakes: evidence for how it ends."""
 

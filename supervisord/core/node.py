@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from supervisord.core import (
     admission,
+    adoption,
     ending,
     gpu_faults,
-    gpu_inventory,
     gpus,
     judging,
     persistence,
@@ -21,7 +21,6 @@ from supervisord.core import (
 from supervisord.core.lifecycle import deadlines
 from supervisord.core.messages import (
     Action,
-    Adopt,
     AnnounceReady,
     Booted,
     CanaryEnded,
@@ -44,13 +43,11 @@ from supervisord.core.messages import (
     Reconfigured,
     Requested,
     Sampled,
-    Severity,
     Spawned,
     SpawnFailed,
     Swept,
     WarmedUp,
     WarmupNoted,
-    WatchPort,
     What,
     WindowOpened,
     XidSeen,
@@ -60,16 +57,13 @@ from supervisord.core.model import (
     Draining,
     Engine,
     Failed,
-    Found,
     Node,
     Ready,
-    Reason,
     Starting,
     State,
     Stopped,
     Waiting,
 )
-from supervisord.core.spec import EngineSpec
 from supervisord.core.turn import Turn
 
 HOST_EVERY_S: Final = 30.0
@@ -106,46 +100,10 @@ def _boot(turn: Turn, seen: Booted) -> None:
     turn.node = replace(turn.node, announce_ready_at=turn.now + turn.node.spec.supervisor.ready_timeout_s)
     telemetry.boot(turn, nvidia=seen.nvidia)
     for left in seen.found:
-        _take_over(turn, left)
+        adoption.take_over(turn, left)
     for engine in turn.engines():
         if engine.wanted and isinstance(engine.phase, Stopped):
-            admission.admit(turn, engine)
-
-
-def _take_over(turn: Turn, left: Found) -> None:
-    """What an earlier daemon left is adopted when it is wanted as it is, otherwise ended; never doubled."""
-    engine = turn.engine(left.engine)
-    if engine is None:
-        spec = EngineSpec(name=left.engine, model="", port=1)
-        engine = Engine(spec=spec, plan_id="", since=turn.now, removed=True)
-    engine = replace(
-        engine,
-        generation=max(left.generation, engine.generation),
-        process=left.process,
-        running_plan_id=left.plan_id,
-    )
-    turn.do(Adopt(left.engine, engine.generation))
-    named = gpu_inventory.named(turn.node.gpus, engine.devices or engine.spec.gpus)
-    faulty = next((gpu for gpu in named if gpu.quarantine is not None), None)
-    text = f"{left.engine}: an earlier daemon left generation {left.generation} ({', '.join(left.leftovers)})"
-    wanted = engine.wanted and left.plan_id == engine.plan_id
-    if left.process is not None and wanted and faulty is None:
-        turn.record("adopted", engine, f"{text}; adopted", severity=Severity.NOTICE)
-        turn.enter(engine, Starting(turn.now, turn.now + engine.spec.start_timeout_max_s))
-        turn.do(WatchPort(left.engine, engine.generation))
-        return
-    why = "its main process is gone" if left.process is None else "it is not wanted as it runs"
-    cause = Reason("leftover", f"left by an earlier daemon, {why}")
-    if left.process is not None and wanted and faulty is not None and faulty.quarantine is not None:
-        why = f"{gpu_inventory.label(faulty)} is quarantined: {faulty.quarantine.message}"
-        cause = Reason("gpu_fault", why)
-    turn.record("leftover", engine, f"{text}; ended: {why}", severity=Severity.WARNING)
-    after = After.START if engine.wanted else After.STOP
-    if left.process is None:
-        turn.put(engine)
-        ending.kill(turn, engine, after, cause)
-    else:
-        ending.stop(turn, turn.put(engine), after, cause)
+            adoption.begin(turn, engine)
 
 
 def _due(turn: Turn, seen: Due) -> None:
@@ -256,7 +214,9 @@ def _announce(turn: Turn) -> None:
 
 
 def _has_settled(node: Node, engine: Engine) -> bool:
-    """Who only waits for the first look at the GPUs has not found out anything yet."""
+    """Who only waits for the first look at the GPUs has not found out anything yet; who is drained stays so."""
     phase = engine.phase
+    if isinstance(phase, Draining):
+        return phase.after is After.HOLD
     looking = isinstance(phase, Waiting) and phase.reason.code == "driver_not_ready" and telemetry.unseen(node)
     return engine.state in SETTLED and not looking

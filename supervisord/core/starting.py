@@ -31,9 +31,11 @@ from supervisord.core.model import (
     Ready,
     Reason,
     Starting,
+    State,
     Stopping,
     Waiting,
     Warming,
+    Warmup,
 )
 from supervisord.core.turn import Turn
 from supervisord.core.watch import Watch
@@ -101,7 +103,7 @@ def on_port_answered(turn: Turn, engine: Engine, _: PortAnswered) -> None:
     took_s = turn.now - engine.since
     turn.record("answering", engine, f"{engine.spec.name} answers after {took_s:.1f} s", took_s=round(took_s, 3))
     if not engine.spec.warmup.enabled or engine.warm_generation == engine.generation:
-        become_ready(turn, engine, ())
+        become_ready(turn, engine, engine.lasting)
         return
     turn.enter(engine, Warming(give_up_at=turn.now + engine.spec.warmup.timeout_s + WARMUP_GRACE_S))
     turn.do(WarmUp(engine.spec.name, engine.generation))
@@ -173,12 +175,15 @@ def on_warmed_up(turn: Turn, engine: Engine, seen: WarmedUp) -> None:
 
 
 def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> None:
-    """Open the engine for traffic."""
+    """Open the engine for traffic; one that was ready under an earlier daemon goes on being so."""
+    left = engine.left if engine.left is not None and engine.left.state is State.READY else None
+    known = engine.watch if left is not None and engine.watch is not None else Watch(turn.now, turn.now)
     engine = turn.enter(
         replace(
             engine,
-            ready_since=turn.now,
-            watch=Watch(since=turn.now, moved_at=turn.now),
+            ready_since=turn.now if left is None or engine.ready_since is None else engine.ready_since,
+            watch=replace(known, since=turn.now, moved_at=turn.now),
+            left=None,
             replacing=False,
             good_blocks=engine.good_blocks if engine.good_plan_id == engine.running_plan_id else None,
             good_plan_id=engine.running_plan_id,
@@ -186,7 +191,14 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
         ),
         Ready(reasons),
     )
-    warmup = engine.warmup
+    if left is not None:
+        engine = turn.put(replace(engine, since=left.since))
+    _tell_ready(turn, engine, reasons, engine.warmup if left is None else None)
+    turn.do(Probe(engine.spec.name, engine.generation, host=True))
+
+
+def _tell_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...], warmup: Warmup | None) -> None:
+    """`warmup`: the one that was just done."""
     text = f"{engine.spec.name} is ready"
     if warmup is not None and warmup.first_ms is not None and warmup.settled_ms is not None:
         text += f": first answer {warmup.first_ms:.0f} ms, settled {warmup.settled_ms:.0f} ms"
@@ -203,7 +215,6 @@ def become_ready(turn: Turn, engine: Engine, reasons: tuple[Reason, ...]) -> Non
         settled_ms=warmup.settled_ms if warmup else None,
         rounds=warmup.rounds if warmup else None,
     )
-    turn.do(Probe(engine.spec.name, engine.generation, host=True))
 
 
 def _fail_start(turn: Turn, engine: Engine, reason: Reason) -> None:

@@ -13,6 +13,7 @@ from supervisord.core import memory, telemetry
 from supervisord.core.gpu_inventory import capacity_bytes, of_engine
 from supervisord.core.gpu_samples import GpuProcess, GpuReading
 from supervisord.core.model import (
+    After,
     Backoff,
     Draining,
     Engine,
@@ -85,6 +86,9 @@ def reasons(engine: Engine, now: float) -> tuple[Reason, ...]:
             return phase.reasons
         case Waiting() | Backoff():
             return (phase.reason,)
+        case Draining(after=After.HOLD):
+            text = f"{phase.cause.message}; back into traffic: vllm-supervisor start {engine.spec.name}"
+            return (Reason(phase.cause.code, text),)
         case Draining() | Stopping():
             return (phase.cause,)
         case Starting():
@@ -141,6 +145,10 @@ def _engine(engine: Engine, node: Node, now: float, clock: Clock) -> dict[str, A
             "gpu_creep_mib_per_h": _creep(engine, "gpu"),
             "host_creep_mib_per_h": _creep(engine, "host"),
             "exhausted_in_s": _exhausted_in_s(engine, node.gpus, now),
+        },
+        "slo": {
+            "ttft_p95_ms": spec.slo.ttft_p95_ms or None,
+            "gpu_util_min_percent": spec.slo.gpu_util_min_percent or None,
         },
         "warmup": _warmup(engine.warmup),
         "last_exit": _last_exit(engine.last_exit, clock),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from supervisord.core import status, story_texts
+from supervisord.core import advice, status, story_texts
 from supervisord.core.classify import SIGNAL_NAMES
 from supervisord.core.incident import Event, Incident, Number, between, last_incident
 from supervisord.core.model import After, Backoff, Draining, Engine, Failed, Ready, Stopped, Waiting
@@ -66,14 +66,14 @@ def tell(name: str, events: Sequence[Event], engine: Engine | None, now: float, 
     incident = last_incident(events)
     outcome = engine.state.value if engine is not None else "gone"
     if incident is None:
-        lines = (*_now(scene, None), Line("DO", _to_do(scene, None)))
+        lines = (*_now(scene, None), *_to_do(scene, None))
         return Story(name, _uneventful(scene), None, outcome, lines)
     lines = (
         *_seen(incident),
         *_rule(scene, incident),
         *_done(scene, incident),
         *_now(scene, incident),
-        Line("DO", _to_do(scene, incident)),
+        *_to_do(scene, incident),
     )
     ago = _span(max(0.0, wall - incident.trigger.at))
     headline = f"{ago} ago: {_cause(scene, incident.trigger)}; {_outcome(scene, incident)}"
@@ -166,7 +166,7 @@ def _rule(scene: _Scene, incident: Incident) -> Iterator[Line]:
     if trigger.kind != "failed":
         yield Line("RULE", _trigger_rule(trigger, failed))
     if failed is not None:
-        yield Line("RULE", f"{failed.reason}: {story_texts.RULES.get(failed.reason or '', story_texts.UNKNOWN)}")
+        yield Line("RULE", _meaning(failed.reason or failed.kind))
     numbers = _numbers(scene, incident)
     if numbers:
         yield Line("RULE", numbers)
@@ -176,15 +176,25 @@ def _code(trigger: Event) -> str:
     return "operator" if trigger.kind == "requested" else trigger.reason or trigger.kind
 
 
+def _meaning(code: str) -> str:
+    text = advice.meaning(code) or story_texts.UNKNOWN
+    return f"{code}: {story_texts.NO_RULE if code in advice.ASKED else ''}{text}"
+
+
 def _trigger_rule(trigger: Event, failed: Event | None) -> str:
     code = _code(trigger)
     if trigger.kind == "waiting":
         return f"{code}: {story_texts.GATE}"
-    text = f"{code}: {story_texts.RULES.get(code, story_texts.UNKNOWN)}"
+    text = _meaning(code)
     kind = trigger.numbers.get("exit_class")
     if isinstance(kind, str) and failed is None:
-        text += f"; {story_texts.CLASSES.get(kind) or story_texts.COUNTED.format(kind=kind)}"
+        text += f"; {kind}: {_exit(kind)[1]}"
     return text
+
+
+def _exit(kind: str) -> tuple[str, str, str]:
+    """What is said of a class of exits; of one that this version does not know, what holds for most."""
+    return advice.EXITS.get(kind, advice.EXITS["crash"])
 
 
 def _numbers(scene: _Scene, incident: Incident) -> str:
@@ -268,7 +278,9 @@ def _step(scene: _Scene, event: Event, *, trigger: bool) -> str:
             return f"generation {event.generation} started, pid {event.numbers.get('pid')}"
         case "killing" if trigger:
             return "SIGKILL to all of it"
-        case "requested" | "waiting" | "killing" | "drain_timeout" | "gpu_memory_stays":
+        case "waiting":
+            return f"waits: {event.reason}"
+        case "requested" | "killing" | "drain_timeout" | "gpu_memory_stays":
             return _short(event.message.removeprefix(f"{scene.name} "))
         case kind:
             return _STEPS.get(kind, "")
@@ -313,37 +325,42 @@ def _warmth(engine: Engine) -> str:
     return f": first answer {warmup.first_ms:.0f} ms, settled {warmup.settled_ms:.0f} ms after {warmup.rounds} rounds"
 
 
-def _to_do(scene: _Scene, incident: Incident | None) -> str:
-    if scene.engine is None:
-        return story_texts.GONE
-    match scene.engine.phase:
+def _to_do(scene: _Scene, incident: Incident | None) -> Iterator[Line]:
+    """What a person can do, a line for each reason if there are several."""
+    name, engine = scene.name, scene.engine
+    match None if engine is None else engine.phase:
+        case None:
+            texts = [story_texts.GONE]
         case Failed(kind=kind):
-            text = story_texts.FAILED[kind.value]
+            texts = [advice.to_do(kind.value, name)]
         case Waiting(reason=reason):
-            text = story_texts.GATES.get(reason.code, story_texts.WAIT)
+            texts = [advice.to_do(reason.code, name) or story_texts.WAIT]
         case Backoff():
-            text = story_texts.BACKOFF
+            texts = [story_texts.BACKOFF.format(name=name)]
         case Stopped():
-            text = story_texts.START
+            texts = [story_texts.START.format(name=name)]
         case Draining(after=After.HOLD):
-            text = story_texts.HELD
+            texts = [story_texts.HELD.format(name=name)]
         case Ready(reasons=()):
-            text = _if_again(incident)
-        case Ready(reasons=reasons) if {reason.code for reason in reasons} <= story_texts.OF_GPUS:
-            text = story_texts.DEGRADED_GPUS
-        case Ready():
-            text = story_texts.DEGRADED
+            texts = [_if_again(scene, incident)]
+        case Ready(reasons=reasons):
+            unknown = story_texts.DEGRADED.format(name=name)
+            found = {reason.code: advice.to_do(reason.code, name) or unknown for reason in reasons}
+            texts = [f"{code}: {text}" for code, text in found.items()] if len(found) > 1 else list(found.values())
         case _:
-            text = story_texts.FOLLOW
-    return text.format(name=scene.name)
+            texts = [story_texts.FOLLOW.format(name=name)]
+    yield from (Line("DO", text) for text in texts)
 
 
-def _if_again(incident: Incident | None) -> str:
+def _if_again(scene: _Scene, incident: Incident | None) -> str:
     """It is well now; what happened may happen again."""
     trigger = incident.trigger if incident is not None else None
-    if trigger is None or trigger.kind == "requested" or trigger.reason in story_texts.ASKED:
+    code = None if trigger is None else _code(trigger)
+    if trigger is None or code is None or code in advice.ASKED:
         return story_texts.WELL
-    return story_texts.SLOW_START if trigger.reason == "start_timeout" else story_texts.AGAIN
+    kind = trigger.numbers.get("exit_class")
+    text = _exit(kind)[2].format(name=scene.name) if isinstance(kind, str) else advice.to_do(code, scene.name)
+    return story_texts.WELL if not text or text == advice.NOTHING else story_texts.AGAIN.format(advice=text)
 
 
 def _span(seconds: float) -> str:

@@ -10,7 +10,7 @@ from supervisord import __version__
 from supervisord.config_problems import printable
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, count, fail, listed, not_checked, ok, warn
-from supervisord.effects import ENDING_TURN_S
+from supervisord.effects import EXTENDED_S
 from supervisord.launcher.service import DAEMON
 
 SYSTEMD_MIN: Final = 249
@@ -120,14 +120,14 @@ def unit(facts: Facts) -> Iterator[Finding]:
 def stop_time(facts: Facts) -> Iterator[Finding]:
     """Whether systemd leaves the daemon the time to end its engines.
 
-    While it does, it asks for ENDING_TURN_S more again and again, so the limit need not cover stop_timeout_s.
+    While it does, it asks for EXTENDED_S more again and again, so the limit need not cover stop_timeout_s.
     """
     if isinstance(facts.unit, Unknown) or facts.unit.get("LoadState") != "loaded":
         return
     told = facts.unit.get("TimeoutStopUSec", "")
     limit_s = seconds(told)
     longest = max((spec.drain_timeout_s + spec.stop_timeout_s for spec in facts.engines), default=0.0)
-    if limit_s is not None and limit_s < ENDING_TURN_S:
+    if limit_s is not None and limit_s < EXTENDED_S:
         text = f"TimeoutStopSec is {told}: systemd may kill the daemon before it has asked for more time"
         yield warn(text, "systemctl edit vllm-supervisor: TimeoutStopSec=120")
     else:

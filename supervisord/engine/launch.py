@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from supervisord.config_problems import HIDDEN, Parts, locate, looks_secret, path_text, without_password
@@ -24,6 +25,11 @@ from supervisord.engine.launch_env import Variable
 from supervisord.engine.launch_flags import NOTHING_KNOWN, Knowledge, Settled, settle
 from supervisord.engine.version import installed_version, interpreter, resolve_program, supports
 
+INSTALLERS: Final = (
+    Path(__file__).parents[2] / "scripts/install-vllm",
+    Path("/usr/share/vllm-supervisor/scripts/install-vllm"),
+)
+"""The script that installs vLLM: of a checkout, of the package."""
 _PROBED: Final = "/health,/metrics,/ping,/load"
 _KILL_MARGIN_S: Final = 5
 """vLLM needs up to 5.4 s for its shutdown with nothing in flight (measured, 0.18 and 0.32)."""
@@ -248,7 +254,8 @@ def _program_problem(spec: EngineSpec, who: Account, program: str | None, path: 
     if program is None:
         wanted = spec.command[0]
         looked = "it is not there" if "/" in wanted else f"it is not in {path}"
-        remedy = f"install vLLM, or write its absolute path into {place}.command"
+        installer = next(filter(Path.exists, INSTALLERS), INSTALLERS[-1])
+        remedy = f"install vLLM ({installer} --prefix /opt/vllm), or write its absolute path into {place}.command"
         return f'cannot find the program "{wanted}" of {place}: {looked}; {remedy}'
     for file in (program, interpreter(program, path) or program):
         if not os.path.exists(file):  # noqa: PTH110 (text)

@@ -16,6 +16,11 @@ MARK_STATE: Final = "SUPERVISED_STATE"
 """Environment of every process of an engine: whose it is, also when its parents are gone and its session is its own."""
 
 
+def log_identifier(engine: str) -> str:
+    """What the output of an engine is found by in the journal (journalctl -t)."""
+    return f"vllm-{engine}"
+
+
 class GateError(Exception):
     """Nothing was spawned, because the world is not ready for it. `code` is a gate of the design ("port_held", ...)."""
 
@@ -120,8 +125,8 @@ class Launcher(Protocol):
     def tail(self, engine: str, lines: int) -> tuple[str, ...]:
         """Last lines of output of this generation, oldest first, without control characters."""
 
-    def log_path(self, engine: str) -> Path:
-        """Where the output goes."""
+    def log_path(self, engine: str) -> Path | None:
+        """The file that the output goes to; None when journald has it, under `log_identifier`."""
 
     def rotate_if_large(self, engine: str) -> bool:
         """Shorten the log of a running engine when it has grown too large; say whether it was."""

@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 from typing import Final
 
+from supervisord.launcher.cgroups import ROOT, Cgroup
+
 BOOTED: Final = Path("/run/systemd/system")
 """There when PID 1 is systemd (sd_booted(3))."""
 
 UNIFIED: Final = Path("/sys/fs/cgroup/cgroup.controllers")
+
+SLICE: Final = "vllm.slice"
+PATTERN: Final = "vllm-engine-*.service"
 
 _SERVICE: Final = re.compile(r"([^/]+\.service)$")
 _OF_A_USER: Final = "/user.slice/"
@@ -42,6 +47,11 @@ def service_of(pid: int | str) -> str | None:
     path = _cgroup_of(pid) or ""
     found = _SERVICE.search(path)
     return found[1] if found is not None and not path.startswith(_OF_A_USER) else None
+
+
+def living_units() -> list[str]:
+    """The services of engines that have processes, whoever started them."""
+    return sorted(path.name for path in (ROOT / SLICE).glob(PATTERN) if Cgroup(f"{SLICE}/{path.name}").populated())
 
 
 def _cgroup_of(pid: int | str) -> str | None:

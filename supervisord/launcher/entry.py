@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 
 from supervisord.launcher import procfs
+from supervisord.launcher.common import Kept
 from supervisord.launcher.family import Clues
-from supervisord.launcher.logs import DistinctLines
+from supervisord.launcher.logs import LinesOfFile
 from supervisord.launcher.procfs import Census, Stat
 from supervisord.launcher.records import Record
 
@@ -29,25 +29,21 @@ class BytesRead:
         return self._total
 
 
-class Entry:
+class Entry(Kept):
     """One engine: its identity, and what was seen of its processes.
 
-    `pidfd` names the main process, `child` says that it is ours to reap. `generation` is what the core calls it; for an
-    adopted one it may be newer than that of the record. Changed on the engine's lane; `remember` and `note` also by
-    who takes samples, so these two lock.
+    `child` says that the main process is ours to reap. `remember` and `note` are called by who takes samples too, so
+    these two lock.
     """
 
     def __init__(self, record: Record, pidfd: int | None, log: Path) -> None:
+        super().__init__(record.engine, record.generation, None if record.ended else record.process, pidfd)
         self.record = record
-        self.engine = record.engine
-        self.generation = record.generation
-        self.process = None if record.ended else record.process
-        self.pidfd = pidfd
         self.child = pidfd is not None
         self.reaped_ticks: int | None = None
         self.ended = record.ended
         self.log_offset = record.log_offset
-        self.lines = DistinctLines(log, record.log_offset)
+        self.lines = LinesOfFile(log, record.log_offset)
         self.shared_memory = dict(record.shared_memory)
         self._lock = Lock()
         self._known: Mapping[int, int] = {}
@@ -94,8 +90,5 @@ class Entry:
 
     def end(self) -> None:
         """Nothing of it lives any more."""
-        self.ended = True
+        super().end()
         self.process, self._known = None, {}
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None

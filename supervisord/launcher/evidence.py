@@ -5,15 +5,14 @@ Bounded in time and size; nothing here may keep the kill from happening.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from supervisord.launcher import procfs
+from supervisord.launcher import bounded, procfs
+from supervisord.launcher.bounded import BoundedError
 
 KEPT_FILES: Final = 20
 STACK_S: Final = 2.0
@@ -21,9 +20,6 @@ STACK_S: Final = 2.0
 
 STACKS_S: Final = 6.0
 """And so long for all of them: the kill waits, and what does not die within 30 s of it counts as unkillable."""
-
-DEATH_S: Final = 1.0
-"""After a SIGKILL it is waited for so long; one that hangs in the kernel is left to itself."""
 
 _FILE_BYTES: Final = 64 * 1024
 _PROC_FILES: Final = ("status", "wchan", "stack")
@@ -59,27 +55,11 @@ def _python_stacks(pid: int, timeout_s: float) -> str:
     program = shutil.which("py-spy")
     if program is None or timeout_s <= 0:
         return ""
-    command = (program, "dump", "--nonblocking", "--pid", str(pid))
     try:
-        # Into memory, not through a pipe: whoever holds a pipe's other end decides how long it is read.
-        with open(os.memfd_create("py-spy"), "w+b") as output:  # noqa: PTH123 (it has no path)
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL)
-            if not _ended(process, timeout_s):
-                process.kill()
-                _ended(process, DEATH_S)
-                return ""
-            output.seek(0)
-            return output.read(_FILE_BYTES).decode("utf-8", "replace")
-    except OSError:
+        output = bounded.output_of((program, "dump", "--nonblocking", "--pid", str(pid)), timeout_s, _FILE_BYTES)
+    except BoundedError:
         return ""
-
-
-def _ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
-    try:
-        process.wait(within_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+    return output.decode("utf-8", "replace")
 
 
 def _read(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Logs of engines: one file each, that the engine writes itself.
+"""What engines write: read without trust, wherever it is; and the files of the plain launcher, one for each engine.
 
-Never a pipe: a full one blocks the engine, and the end of the daemon would break it. The engine appends (O_APPEND), so
-the file can be cut while it runs. What is in it is untrusted text.
+Never a pipe to the daemon: a full one blocks the engine, and the end of the daemon would break it. The engine appends
+to its file (O_APPEND), so that can be cut while it runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
@@ -85,7 +86,7 @@ def _size(path: Path) -> int:
 
 
 def tail(path: Path, offset: int, lines: int) -> tuple[str, ...]:
-    """Last lines from `offset` on, oldest first, at most 200 and 64 KiB; empty when the log cannot be read."""
+    """Last lines from `offset` on, oldest first, as `last_lines`; empty when the log cannot be read."""
     try:
         with path.open("rb", buffering=0) as log:
             size = log.seek(0, os.SEEK_END)
@@ -94,7 +95,12 @@ def tail(path: Path, offset: int, lines: int) -> tuple[str, ...]:
             data = log.read(TAIL_BYTES)
     except OSError:
         return ()
-    text = data.decode("utf-8", "replace").removesuffix("\n")
+    return last_lines(data, lines)
+
+
+def last_lines(data: bytes, lines: int) -> tuple[str, ...]:
+    """The end of what an engine wrote, oldest line first, at most 200 and 64 KiB, without control characters."""
+    text = data[-TAIL_BYTES:].decode("utf-8", "replace").removesuffix("\n")
     found = text.split("\n")[-min(lines, TAIL_LINES) :] if text else []
     # A progress bar overwrites itself with carriage returns: what stands there at last counts.
     return tuple(plain(line.rstrip("\r").rpartition("\r")[2]) for line in found)
@@ -109,16 +115,31 @@ def plain(line: str) -> str:
 
 
 class DistinctLines:
-    """Counts the different lines of a log as it grows, digits masked: a repeated line is no progress (A10).
+    """Counts different lines, digits masked: a repeated line is no progress (A10). Remembers at most 4096."""
 
-    Reads on from where it was, at most 1 MiB a call (more is skipped), and remembers at most 4096 lines.
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def add(self, lines: Iterable[bytes]) -> int:
+        """Give the number of different lines so far."""
+        for line in lines:
+            if len(self._seen) >= _DISTINCT_MAX:
+                break
+            self._seen.add(hash(_DIGITS.sub(b"0", line)))
+        return len(self._seen)
+
+
+class LinesOfFile:
+    """Counts the different lines of a log file as it grows.
+
+    Reads on from where it was, at most 1 MiB a call (more is skipped).
     """
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path = path
         self._offset = offset
         self._rest = b""
-        self._seen: set[int] = set()
+        self._distinct = DistinctLines()
 
     def count(self) -> int:
         """Read what is new; give the number of different lines so far."""
@@ -131,12 +152,13 @@ class DistinctLines:
                 log.seek(self._offset)
                 data = log.read(_READ_BYTES)
         except OSError:
-            return len(self._seen)
+            return self._distinct.add(())
         self._offset += len(data)
-        *lines, self._rest = _LINE_END.split(self._rest + data)
+        *lines, self._rest = split(self._rest + data)
         self._rest = self._rest[-TAIL_BYTES:]
-        for line in lines:
-            if len(self._seen) >= _DISTINCT_MAX:
-                break
-            self._seen.add(hash(_DIGITS.sub(b"0", line)))
-        return len(self._seen)
+        return self._distinct.add(lines)
+
+
+def split(data: bytes) -> list[bytes]:
+    """Lines; a carriage return (progress bars) ends one too. The last is what was not ended."""
+    return _LINE_END.split(data)

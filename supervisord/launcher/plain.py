@@ -6,45 +6,34 @@ records and the marks in the environment of every process.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from supervisord.core.model import ExitClass, Found, LaunchPlan, Process, Progress
-from supervisord.launcher import evidence, family, killing, logs, ports, procfs, sharedmem
-from supervisord.launcher.base import Ended, LaunchError, Ownership, StateDirError, telling
+from supervisord.core.model import Found, LaunchPlan, Process, Progress
+from supervisord.launcher import family, killing, logs, procfs, sharedmem
+from supervisord.launcher.base import Ended
+from supervisord.launcher.common import CommonLauncher
 from supervisord.launcher.entry import Entry
-from supervisord.launcher.exits import Exit, ExitWatcher
+from supervisord.launcher.exits import Exit
 from supervisord.launcher.family import Family
 from supervisord.launcher.orphans import Orphans
-from supervisord.launcher.preparing import Preparer
 from supervisord.launcher.procfs import Census, Stat
 from supervisord.launcher.records import Record, Records
 from supervisord.launcher.starting import Starter
-from supervisord.launcher.statedir import PrivateDirs, make_directory
 from supervisord.state import boot_id
-
-SWEEP_S: Final = 5.0
 
 _CENSUS_S: Final = 1.0
 """Samples of several engines share a census of this age."""
 
-_OWNERS_MAX: Final = 1000
-
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
-class PlainLauncher:
-    """Implements `base.Launcher`.
-
-    `on_exit(engine, generation, code, signal)` is called on the exit watcher's thread; `on_trouble(message)` hears of
-    what went wrong without stopping anything, on the caller's. Raises StateDirError.
-    """
+class PlainLauncher(CommonLauncher[Entry]):
+    """Implements `base.Launcher`."""
 
     name = "plain"
 
@@ -54,45 +43,24 @@ class PlainLauncher:
         on_exit: Callable[[str, int, int | None, int | None], None],
         on_trouble: Callable[[str], None],
     ) -> None:
-        self._state_dir = str(state_dir)
-        self._on_exit = on_exit
-        self._on_trouble = on_trouble
-        self._entries: dict[str, Entry] = {}
-        self._owners: dict[int, tuple[int, tuple[str, int] | None]] = {}
-        """By pid: its start time and whose it is."""
+        super().__init__(state_dir, on_exit, on_trouble, {"identity": 0o700, "logs": 0o750})
         self._census = Census(-_CENSUS_S, {}, whole=False)
-        identities, log_dir = state_dir / "identity", state_dir / "logs"
-        try:
-            make_directory(identities, 0o700)
-            make_directory(log_dir, 0o750)
-        except OSError as error:
-            raise StateDirError(f"cannot make {error.filename} in supervisor.state_dir: {error.strerror}") from None
-        self._records = Records(identities)
-        self._private = PrivateDirs(state_dir)
-        self._preparer = Preparer(state_dir, log_dir, self._private)
+        self._records = Records(state_dir / "identity")
         self._starter = Starter(self._preparer, self._records)
         self._orphans = Orphans()
         # Orphans of our children become our children: only so can they be found, and buried.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._exits = ExitWatcher(self._exited)
 
     def keeps_engines(self) -> bool:
         """No: they are children of the daemon, and its end is theirs."""
         return False
 
-    def close(self) -> None:
-        """Stop watching."""
-        self._exits.close()
-
     # --- beginning ----------------------------------------------------------------------------------------------
 
     def launch(self, plan: LaunchPlan, generation: int) -> Process:
         """Spawn and begin to watch. Raises GateError or LaunchError: then nothing of it lives."""
-        old = self._entries.get(plan.engine)
-        if old is not None and not old.ended:
-            message = f"cannot start {plan.engine}: generation {old.generation} of it has not been swept"
-            raise LaunchError(ExitClass.RESOURCE, message)
-        record, pidfd = self._starter.start(plan, generation)
+        self._check_swept(plan.engine)
+        record, pidfd = self._starter.start(plan, generation, self.log_path(plan.engine))
         self._entries[record.engine] = Entry(record, pidfd, self.log_path(record.engine))
         # The record outlives the daemon already; the disk is only waited for when the engine is on its way.
         with self._telling(f"cannot write the identity record of {record.engine} to the disk"):
@@ -117,20 +85,14 @@ class PlainLauncher:
                 found.append(Found(entry.engine, entry.generation, entry.process, described, record.plan_id or None))
             elif not entry.ended:
                 self._finish(entry)
-        for path in self._private.others({Path(e.record.private_dir) for e in self._entries.values() if not e.ended}):
-            with self._telling("cannot remove an old temporary directory"):
-                self._private.remove(path)
+        self._remove_other_private({Path(e.record.private_dir) for e in self._entries.values() if not e.ended})
         return tuple(found)
-
-    def generations(self) -> dict[str, int]:
-        """The last generation of each engine that the records know, alive or not."""
-        return {entry.engine: entry.generation for entry in self._entries.values()}
 
     def _unrecorded(self, recorded: set[str], census: Census) -> list[Record]:
         """Records for processes that carry our marks and have none, because somebody removed it."""
         found: dict[str, Record] = {}
         for stat in census.processes.values():
-            marks = family.read_marks(stat, self._state_dir) if stat.alive and stat.pid != os.getpid() else None
+            marks = family.read_marks(stat, str(self._state_dir)) if stat.alive and stat.pid != os.getpid() else None
             uid = procfs.uid_of(stat.pid)
             if marks is not None and uid is not None and marks.engine not in recorded | found.keys():
                 directory = str(self._private.path(*marks))
@@ -155,31 +117,6 @@ class PlainLauncher:
 
     # --- ending -------------------------------------------------------------------------------------------------
 
-    def terminate(self, engine: str, generation: int) -> None:
-        """SIGTERM to the main process; gone already: nothing to do."""
-        entry = self._entry(engine, generation)
-        if entry is not None and entry.pidfd is not None:
-            with self._telling(f"cannot send SIGTERM to {engine}"), contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(entry.pidfd, signal.SIGTERM)
-
-    def keep_evidence(self, engine: str, generation: int, reason: str, tail: tuple[str, ...]) -> None:
-        """Write `<state_dir>/evidence/ENGINE.GENERATION.REASON.txt`; the newest 20 files are kept."""
-        path = Path(self._state_dir) / "evidence" / f"{engine}.{generation}.{reason}.txt"
-        with self._telling(f"cannot keep evidence of {engine}"):
-            heading = f"engine {engine}, generation {generation}, killed for: {reason}"
-            evidence.collect(path, heading, self.members(engine), tail)
-
-    def sweep(self, engine: str, generation: int) -> tuple[str, ...]:
-        """SIGKILL to everything of the engine, then its files. Returns what still lives after 5 s, described."""
-        entry = self._entry(engine, generation)
-        if entry is None or entry.ended:
-            return ()
-        main = entry.process.pid if entry.process is not None else None
-        remaining = killing.kill_all(lambda: self._doomed(entry), main, SWEEP_S)
-        if not remaining:
-            self._finish(entry)
-        return tuple(procfs.describe(stat) for stat in remaining)
-
     def _doomed(self, entry: Entry) -> Family:
         found = self._family(entry, procfs.census(), everywhere=not entry.child)
         self._note_shared_memory(entry, found.members)
@@ -190,8 +127,7 @@ class PlainLauncher:
         record = entry.record
         with self._telling(f"cannot remove what {entry.engine} left in {sharedmem.DIRECTORY}"):
             sharedmem.remove(entry.shared_memory, record.uid)
-        with self._telling(f"cannot remove the temporary directory of {entry.engine}"):
-            self._private.remove(Path(record.private_dir))
+        self._remove_private(entry.engine, Path(record.private_dir))
         self._note(entry, {"ended": True})
         entry.end()
 
@@ -207,29 +143,12 @@ class PlainLauncher:
 
     # --- looking ------------------------------------------------------------------------------------------------
 
-    def members(self, engine: str) -> tuple[int, ...]:
-        """Pids of the living processes of the engine."""
-        entry = self._entries.get(engine)
-        if entry is None or entry.ended:
-            return ()
-        return tuple(stat.pid for stat in self._family(entry, procfs.census(), everywhere=False).members)
-
-    def whose(self, pid: int) -> tuple[str, int] | None:
-        """Engine and generation of a process; NVML lists one for a moment longer than it lives."""
-        stat = procfs.read_stat(pid)
-        if stat is None or not stat.alive:
-            return self._owners.get(pid, (0, None))[1]
-        ticks, owner = self._owners.get(pid, (-1, None))
-        if ticks != stat.start_ticks:
-            if len(self._owners) >= _OWNERS_MAX:
-                self._owners.clear()
-            owner = self._owner(stat)
-            self._owners[pid] = (stat.start_ticks, owner)
-        return owner
+    def _living(self, entry: Entry) -> list[Stat]:
+        return self._family(entry, procfs.census(), everywhere=False).members
 
     def _owner(self, stat: Stat) -> tuple[str, int] | None:
         """By the marks that it was started with; those in another user's process prove nothing."""
-        marks = family.read_marks(stat, self._state_dir)
+        marks = family.read_marks(stat, str(self._state_dir))
         entry = self._entries.get(marks.engine) if marks is not None else None
         if marks is None or entry is None or procfs.uid_of(stat.pid) != entry.record.uid:
             return None
@@ -250,10 +169,6 @@ class PlainLauncher:
         memory = sum(procfs.anonymous_bytes(stat.pid) for stat in found)
         return Progress(entry.bytes_read(found), memory, entry.lines.count())
 
-    def owns_listener(self, engine: str, host: str, port: int) -> Ownership:
-        """Who answers on the engine's address."""
-        return ports.ownership(self.members(engine), host, port)
-
     def tail(self, engine: str, lines: int) -> tuple[str, ...]:
         """Last lines of output of this generation, oldest first, without control characters."""
         entry = self._entries.get(engine)
@@ -261,7 +176,7 @@ class PlainLauncher:
 
     def log_path(self, engine: str) -> Path:
         """Where the output goes."""
-        return self._preparer.log_path(engine)
+        return self._state_dir / "logs" / f"{engine}.log"
 
     def rotate_if_large(self, engine: str) -> bool:
         """Cut the log of a running engine at 256 MiB; say whether it was."""
@@ -275,10 +190,6 @@ class PlainLauncher:
         return was_cut
 
     # --- helpers ------------------------------------------------------------------------------------------------
-
-    def _entry(self, engine: str, generation: int) -> Entry | None:
-        entry = self._entries.get(engine)
-        return entry if entry is not None and entry.generation == generation else None
 
     def _sample(self, entry: Entry) -> list[Stat]:
         if entry.ended:
@@ -295,7 +206,7 @@ class PlainLauncher:
         mains = {other.process.pid for other in entries if other.process is not None}
         known = {pid: ticks for other in entries for pid, ticks in other.known.items()}
         self._orphans.bury(census, mains, known)
-        found = family.look(census, entry.clues(self._state_dir), everywhere=everywhere)
+        found = family.look(census, entry.clues(str(self._state_dir)), everywhere=everywhere)
         entry.remember(census, found.members)
         return found
 
@@ -309,5 +220,17 @@ class PlainLauncher:
         with self._telling(f"cannot add to the identity record of {entry.engine}"):
             self._records.add(entry.engine, entry.record.generation, facts)
 
-    def _telling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return telling(self._on_trouble, what)
+
+def living(state_dir: Path) -> list[str]:
+    """Engines that a killed daemon left and that did not end, by their identity records."""
+    try:
+        records, _ = Records(state_dir / "identity").load()
+    except OSError:
+        return []
+    census, boot, found = procfs.census(), boot_id(), []
+    for record in records:
+        entry = Entry(record, None, Path())
+        entry.forget_main_unless_alive(boot, census)
+        if not record.ended and family.look(census, entry.clues(str(state_dir)), everywhere=True).members:
+            found.append(record.engine)
+    return found

@@ -1,4 +1,4 @@
-"""What comes before a spawn, whoever spawns: gates, the private directory, the log, the environment."""
+"""What comes before a spawn, whoever spawns: gates, the private directory, the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from supervisord.core.model import ExitClass, LaunchPlan
-from supervisord.launcher import logs, ports, spawn
+from supervisord.launcher import ports, spawn
 from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE, GateError, LaunchError
 from supervisord.launcher.statedir import PrivateDirs, User
 
@@ -24,27 +24,20 @@ _NEVER_INHERITED: Final = frozenset(
 
 
 class Prepared(NamedTuple):
-    """All that a spawn needs. `user` is None when the engine runs as the daemon; `log` is the caller's descriptor."""
+    """All that a spawn needs. `user` is None when the engine runs as the daemon."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
     user: User | None
     directory: Path
-    log: int
-    log_offset: int
 
 
 class Preparer:
     """Prepares spawns below one state directory."""
 
-    def __init__(self, state_dir: Path, log_dir: Path, private: PrivateDirs) -> None:
+    def __init__(self, state_dir: Path, private: PrivateDirs) -> None:
         self._state_dir = state_dir
-        self._log_dir = log_dir
         self._private = private
-
-    def log_path(self, engine: str) -> Path:
-        """Where the output of an engine goes."""
-        return self._log_dir / f"{engine}.log"
 
     def prepare(self, plan: LaunchPlan, generation: int) -> Prepared:
         """Get everything ready. Raises GateError, LaunchError, OSError."""
@@ -54,8 +47,7 @@ class Preparer:
         ports.check_free(plan.host, plan.port)
         directory = self._private.path(plan.engine, generation)
         self._private.make(directory, user)
-        log, offset = logs.open_log(self.log_path(plan.engine), generation)
-        return Prepared(argv, self._environment(plan, generation, directory), user, directory, log, offset)
+        return Prepared(argv, self._environment(plan, generation, directory), user, directory)
 
     @contextlib.contextmanager
     def refusing(self, engine: str) -> Iterator[None]:

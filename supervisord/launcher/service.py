@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from supervisord.core.spec import ENGINE_NAME_PATTERN
-from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE
+from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE, log_identifier
+from supervisord.launcher.choice import SLICE
 from supervisord.launcher.preparing import Prepared
 from supervisord.launcher.spawn import OOM_SCORE_ADJ, OPEN_FILES
 from supervisord.launcher.units import Property
 
-SLICE: Final = "vllm.slice"
-PATTERN: Final = "vllm-engine-*.service"
 DAEMON: Final = "vllm-supervisor.service"
 """The unit of a daemon that was started by hand, for the order at shutdown."""
 
@@ -23,7 +22,6 @@ STOP_S: Final = 60
 """What systemd gives an engine after SIGTERM when not the daemon stops it (systemctl stop, shutdown)."""
 
 _MARK_PLAN: Final = "SUPERVISED_PLAN"
-_MARK_LOG: Final = "SUPERVISED_LOG_OFFSET"
 _USEC: Final = 1_000_000
 _INFINITY: Final = 2**64 - 1
 _OPEN_FILES_MAX: Final = 524288
@@ -38,7 +36,6 @@ class Marks(NamedTuple):
     engine: str
     generation: int
     plan_id: str
-    log_offset: int
 
 
 def unit_name(engine: str) -> str:
@@ -57,18 +54,10 @@ def read_marks(unit: str, variables: Mapping[str, str], state_dir: str) -> Marks
     engine, generation = engine_of(unit), variables.get(MARK_GENERATION, "")
     if engine is None or variables.get(MARK_ENGINE) != engine or variables.get(MARK_STATE) != state_dir:
         return None
-    offset = variables.get(_MARK_LOG, "")
-    return Marks(
-        engine,
-        int(generation) if generation.isdecimal() else 0,
-        variables.get(_MARK_PLAN, ""),
-        int(offset) if offset.isdecimal() else 0,
-    )
+    return Marks(engine, int(generation) if generation.isdecimal() else 0, variables.get(_MARK_PLAN, ""))
 
 
-def properties(
-    marks: Marks, prepared: Prepared, *, log: Path, env_file: Path, state_dir: str, daemon: str
-) -> list[Property]:
+def properties(marks: Marks, prepared: Prepared, *, env_file: Path, state_dir: str, daemon: str) -> list[Property]:
     """Everything that systemd is told (systemd.exec(5), systemd.service(5)). No secret: anybody can read it back.
 
     No device sandboxing, which a daemon-reload rewrites (A38); nothing that implies NoNewPrivileges, with which CUDA
@@ -79,7 +68,6 @@ def properties(
         MARK_GENERATION: str(marks.generation),
         MARK_STATE: state_dir,
         _MARK_PLAN: marks.plan_id,
-        _MARK_LOG: str(marks.log_offset),
     }
     user: list[Property] = [("User", ("s", prepared.user.name))] if prepared.user is not None else []
     fields = {"VLLM_ENGINE": marks.engine, "VLLM_GENERATION": str(marks.generation)}
@@ -98,10 +86,12 @@ def properties(
         ("UMask", ("u", _UMASK)),
         ("Environment", ("as", [f"{name}={value}" for name, value in public.items()])),
         ("EnvironmentFiles", ("a(sb)", [(str(env_file), False)])),
-        ("StandardOutputFileToAppend", ("s", str(log))),
-        ("StandardErrorFileToAppend", ("s", str(log))),
-        ("SyslogIdentifier", ("s", f"vllm-{marks.engine}")),
+        ("StandardOutput", ("s", "journal")),
+        ("StandardError", ("s", "journal")),
+        ("SyslogIdentifier", ("s", log_identifier(marks.engine))),
         ("LogExtraFields", ("aay", [f"{name}={value}".encode() for name, value in fields.items()])),
+        # journald's limit would drop the last words of a busy engine; its limits of size hold all the same.
+        ("LogRateLimitIntervalUSec", ("t", 0)),
         # SIGTERM to the API server, which ends the rest; what it leaves gets SIGKILL.
         ("KillMode", ("s", "mixed")),
         ("TimeoutStopUSec", ("t", STOP_S * _USEC)),

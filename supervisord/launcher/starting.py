@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from supervisord.core.model import LaunchPlan, Process
-from supervisord.launcher import procfs, spawn
+from supervisord.launcher import logs, procfs, spawn
 from supervisord.launcher.preparing import Preparer
 from supervisord.launcher.records import Record, Records
 from supervisord.state import boot_id
@@ -28,13 +29,14 @@ class Starter:
         self._records = records
         self._boot_id = boot_id()
 
-    def start(self, plan: LaunchPlan, generation: int) -> Started:
+    def start(self, plan: LaunchPlan, generation: int, log_path: Path) -> Started:
         """Start an engine. Raises GateError, LaunchError: then nothing of it lives."""
         with self._preparer.refusing(plan.engine):
-            return self._start(plan, generation)
+            return self._start(plan, generation, log_path)
 
-    def _start(self, plan: LaunchPlan, generation: int) -> Started:
-        argv, env, user, directory, log, offset = self._preparer.prepare(plan, generation)
+    def _start(self, plan: LaunchPlan, generation: int, log_path: Path) -> Started:
+        argv, env, user, directory = self._preparer.prepare(plan, generation)
+        log, offset = logs.open_log(log_path, generation)
         try:
             held = spawn.spawn_held(argv, env, directory, log, user)
         finally:

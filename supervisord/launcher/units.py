@@ -34,6 +34,7 @@ _STATE: Final = (
     ("Service", "ControlGroup"),
     ("Unit", "ActiveExitTimestampMonotonic"),
     ("Service", "ExecMainExitTimestampMonotonic"),
+    ("Unit", "InvocationID"),
 )
 """What a UnitState is made of. PID 1 works on between two answers: without a job, what is read after it is settled."""
 
@@ -47,6 +48,7 @@ class UnitState(NamedTuple):
     `active`: active, activating, deactivating, inactive, failed. `job`: start, stop, restart, ... or None.
     `main_pid` is 0 when the main process is gone; then `exit_code` (an si_code, 0: none ended yet) and `exit_status`
     say how `exited_pid` ended. `cgroup`: below the root of the hierarchy, "" when there is none. Times: 0 when unset.
+    `invocation`: 32 hexadecimal digits that name this run of it, "" when there is none.
     """
 
     active: str
@@ -59,6 +61,7 @@ class UnitState(NamedTuple):
     cgroup: str
     left_active_us: int
     exited_us: int
+    invocation: str
 
     @property
     def was_stopped(self) -> bool:
@@ -110,11 +113,12 @@ class Units:
     def look(self, name: str) -> UnitState | None:
         """How a unit is; None when systemd does not know it."""
         try:
-            (job, job_path), active, *rest = self._get(self._path(name), _STATE)
+            (job, job_path), active, *rest, invocation = self._get(self._path(name), _STATE)
         except BusError as error:
             if not error.gone:
                 raise
             return None
+        rest.append(bytes(invocation).hex())
         return UnitState(active, self._job_type(job_path) if job else None, *rest)
 
     def _job_type(self, path: str) -> str:

@@ -50,13 +50,32 @@ def test_lines_for_people(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
     assert daemon.errors == []
 
 
-def test_colour_only_on_a_terminal() -> None:
-    event = {"at": STAMP, "severity": "error", "kind": "exited", "message": "x \x1b[32mgreen\x1b[0m"}
-    assert events.line(event, colour=True) == (f"\x1b[31m2026-05-29 03:00:01  error     {'exited':26}  x green\x1b[0m")
-    assert events.line({**event, "severity": "info"}, colour=True) == (
-        f"2026-05-29 03:00:01  info      {'exited':26}  x green"
-    )
-    assert "\x1b" not in events.line(event, colour=False)
+EVENT = {"at": STAMP, "severity": "error", "kind": "exited", "message": "x \x1b[32mgreen\x1b[0m " + "words " * 20}
+
+
+@pytest.mark.parametrize(("width", "kind"), [(80, ""), (119, ""), (120, f"{'exited':26}  ")])
+def test_on_a_terminal_sentences_keep_to_their_column(
+    width: int, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = events.OnTerminal(width, colour=False)
+    shown.show(EVENT)
+    shown.show({**EVENT, "message": "short"})
+    shown.show({**EVENT, "at": "2026-05-30T00:00:01.000Z", "message": "a day later"})
+    day, first, *rest, short, next_day, last = capsys.readouterr().out.splitlines()
+    head = f"03:00:01  error     {kind}"
+    assert (day, next_day) == ("2026-05-29", "2026-05-30")
+    assert first.startswith(f"{head}x green words")
+    assert rest
+    assert all(line.startswith(" " * len(head) + "words") and len(line) <= width for line in rest)
+    assert (short, last) == (f"{head}short", f"00:00:01  error     {kind}a day later")
+
+
+def test_colour_only_on_a_terminal_that_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    events.OnTerminal(200, colour=True).show({**EVENT, "message": "red"})
+    assert capsys.readouterr().out.splitlines()[1] == f"\x1b[31m03:00:01  error     {'exited':26}  red\x1b[0m"
+    events.OnTerminal(200, colour=True).show({**EVENT, "severity": "info", "message": "plain"})
+    assert "\x1b" not in capsys.readouterr().out.splitlines()[1]
+    assert "\x1b" not in events.line(EVENT)
 
 
 def test_every_kind_fits_into_its_column() -> None:

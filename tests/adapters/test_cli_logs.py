@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -167,6 +168,26 @@ def test_following_the_journal_ends_both(daemon: FakeDaemon, tmp_path: Path, mon
         assert process.communicate(timeout=20) == ("", "")
     assert process.returncode == 130
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_journal_that_others_may_read_is_not_shown_as_an_empty_log(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.logs["qwen"] = InJournal("vllm-qwen")
+    journalctl(tmp_path, "echo shown", monkeypatch)
+    files = [tmp_path / place / "id" / "system.journal" for place in ("var", "run")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(logs, "JOURNALS", tuple(str(file.parents[1]) for file in files))
+    readable = {files[1]}
+    monkeypatch.setattr(os, "access", lambda path, _: path in readable)
+    assert main(["logs", "qwen"]) == 0
+    readable.clear()
+    assert main(["logs", "qwen"]) == 4
+    told = capsys.readouterr()
+    assert told.out == "shown\n"
+    assert "cannot show the log of vllm-qwen: only root and members of the groups systemd-journal" in told.err
 
 
 def test_a_machine_without_journalctl(

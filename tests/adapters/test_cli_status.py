@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
-import signal
+import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unicodedata import combining, east_asian_width
 
+import jsonschema
 import pytest
 
-from supervisord.cli import main, render
+from supervisord.cli import main, render, render_engine, render_status
 from supervisord.core import status
 from supervisord.core.memory import MemoryWatch, Trend
 from supervisord.core.model import (
@@ -48,7 +47,7 @@ from supervisord.core.model import (
 from supervisord.core.spec import NodeSpec
 from supervisord.core.watch import Watch
 from tests.adapters.fake_daemon import FakeDaemon, engine, stamp
-from tests.adapters.fake_gpus import GIB, IDLE, MIXED, SOUND
+from tests.adapters.fake_gpus import GIB, IDLE, LOST, MIXED, SOUND
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 NOW = 100_000.0
@@ -123,6 +122,11 @@ ON_GPUS = [
     ),
     at("small", Waiting(Reason("gpu_missing", "there is no GPU 9"), NOW + 4), 12, generation=0, gpus=("9",)),
 ]
+WIDE = [
+    at("kanji", Ready(), model="\u901a\u4e49\u5343\u95ee/\u6a21\u578b-9B\t\u3042"),
+    at("tower", Failed(FailedKind.CONFIG, "Z" + "\u0335\u0310" * 40 + "algo \u95ee" * 30), model="e\u0301te\u0301"),
+]
+"""Characters of two columns, and of none."""
 SCENES: dict[str, tuple[list[Engine], tuple[Gpu, ...], str | None]] = {
     "well": (WELL, (), None),
     "trouble": (
@@ -132,8 +136,29 @@ SCENES: dict[str, tuple[list[Engine], tuple[Gpu, ...], str | None]] = {
     ),
     "long": (LONG, (), None),
     "gpus": (ON_GPUS, MIXED, None),
+    "load": (ON_GPUS, MIXED, None),
+    "wide": (WIDE, (), None),
     "empty": ([], (), None),
 }
+LOAD = {
+    "tokens_per_s": 1234.5,
+    "ttft_p95_ms": 812.4,
+    "prefix_hit_rate": 0.763,
+    "draft_acceptance_rate": 0.61,
+    "warmup": {"first_ms": 3310.2, "settled_ms": 410.7, "rounds": 3},
+    "memory": {
+        "gpu_mib": 59_494.4,
+        "host_mib": 6_400.0,
+        "gpu_creep_mib_per_h": 0.4,
+        "host_creep_mib_per_h": -12.0,
+        "exhausted_in_s": 400_000.0,
+    },
+    "ranks": [
+        {"rank": "0", "running": 3, "waiting": 0, "total_blocks": 4000, "free_blocks": 2320, "usage": 0.42},
+        {"rank": "1", "running": 0, "waiting": 12, "total_blocks": 4000, "free_blocks": 3100, "usage": 0.22},
+    ],
+}
+"""What an engine under load says on top."""
 
 
 def document(scene: str) -> dict[str, Any]:
@@ -148,37 +173,123 @@ def document(scene: str) -> dict[str, Any]:
         gpus={gpu.uuid: gpu for gpu in gpus},
         config_error=config_error,
     )
-    return status.of(node, NOW, WALL, stamp)
+    found = status.of(node, NOW, WALL, stamp)
+    if scene == "load":
+        found["engines"][0] |= LOAD
+    return found
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+def size(text: str) -> int:
+    """Columns of a line."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+# --- the view --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_table_is_as_it_was_agreed(scene: str, width: int) -> None:
+def test_the_view_is_as_it_was_agreed(scene: str, width: int) -> None:
     """To change it on purpose: remove the file, run this, read what was written."""
-    text = render.table(document(scene), width=width, colour=False, now=WALL)
+    text = render_status.view(document(scene), width=width, colour=False, now=WALL)
     path = GOLDEN / f"status-{scene}-{width}.txt"
     if not path.exists():
         path.write_text(text)
     assert text == path.read_text()
-    assert all(len(line) <= width for line in text.splitlines())
+    assert all(size(line) <= width for line in text.splitlines())
     assert all(line.isprintable() for line in text.splitlines())
 
 
-def test_a_narrow_terminal_keeps_what_tells_engines_apart() -> None:
-    text = render.table(document("trouble"), width=40, colour=False, now=WALL)
-    assert "MODEL" not in text
-    assert "hacked" in text
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_view_of_one_engine_is_as_it_was_agreed(width: int) -> None:
+    found = document("load")
+    found["engines"], found["gpus"] = found["engines"][:1], found["gpus"][:1]
+    text = render_engine.view(found, width=width, colour=False, now=WALL)
+    path = GOLDEN / f"status-one-{width}.txt"
+    if not path.exists():
+        path.write_text(text)
+    assert text == path.read_text()
+    assert all(size(line) <= width for line in text.splitlines())
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_document_is_valid(scene: str) -> None:
+    schema = json.loads((Path(status.__file__).parents[1] / "status.schema.json").read_text())
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    checker.validate(document(scene))
+    if scene == "load":
+        text = json.dumps(document(scene), indent=2) + "\n"
+        path = GOLDEN / "status-load.json"
+        if not path.exists():
+            path.write_text(text)
+        assert text == path.read_text()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("width", range(20, 130, 11))
+def test_no_width_breaks_it(scene: str, width: int) -> None:
+    """The columns of a table have a least width; sentences keep to that of the terminal."""
+    for line in render_status.view(document(scene), width=width, colour=False, now=WALL).splitlines():
+        assert size(line) <= max(width, 44)
+
+
+def test_what_is_wrong_comes_first_and_the_worst_of_it_first() -> None:
+    first, blank, title, *rest = render_status.view(document("trouble"), width=200, colour=False, now=WALL).splitlines()
+    assert first.startswith("3 of 11 wanted engines ready, 1 failed, 1 backoff, 1 waiting, 1 degraded, 1 stopping")
+    assert (blank, title) == ("", "WRONG")
+    heads = [line.split(":")[0].strip() for line in rest if re.match("  [a-z]", line)]
+    assert heads[:5] == ["hacked", "the configuration on disk is not in force", "gate", "again", "busy"]
+    assert heads[5:] == ["slow", "new", "warm", "hold", "ending"], "on their way"
+
+
+def test_advice_for_each_reason() -> None:
+    text = render_status.view(document("trouble"), width=200, colour=False, now=WALL)
+    assert "do: see its last lines: vllm-supervisor logs again" in text, "that of its class of exit"
+    assert "do: find out why in: vllm-supervisor logs hacked; then: vllm-supervisor reset hacked" in text
+    assert "drain requested by uid 1000 pid 5; back into traffic: vllm-supervisor start hold" in text
+
+
+def test_the_same_advice_is_given_once() -> None:
+    text = render_status.view(document("gpus"), width=200, colour=False, now=WALL)
+    assert text.count("do: look at its cooling and its power supply") == 1
+
+
+def test_an_engine_behind_a_quarantined_gpu_points_to_it() -> None:
+    gate = Reason("gpu_quarantined", f"GPU 3 ({LOST.uuid}) is quarantined: Xid 79: then: vllm-supervisor gpu clear X")
+    node = Node(
+        NodeSpec(),
+        engines={"small": at("small", Waiting(gate, NOW + 4), gpus=(LOST.uuid,))},
+        gpus={LOST.uuid: LOST},
+    )
+    text = render_status.view(status.of(node, NOW, WALL, stamp), width=200, colour=False, now=WALL)
+    assert f"gpu_quarantined: GPU 3 ({LOST.uuid}) is quarantined, see there\n" in text
+    assert text.count("gpu clear") == 1
+    alone = render_status.view(status.of(replace(node, gpus={}), NOW, WALL, stamp), width=300, colour=False, now=WALL)
+    assert "Xid 79" in alone
+
+
+def test_a_limit_that_is_missed_is_marked() -> None:
+    text = render_status.view(document("load"), width=200, colour=True, now=WALL)
+    assert "\x1b[33m812/500 ms!" in text
+    found = document("load")
+    found["engines"][0]["slo"]["ttft_p95_ms"] = None
+    assert "812 ms " in render_status.view(found, width=200, colour=False, now=WALL)
+
+
+def test_the_colour_of_the_verdict() -> None:
+    for scene, shade in (("well", "32"), ("gpus", "31"), ("trouble", "31"), ("empty", "32")):
+        assert render_status.view(document(scene), width=300, colour=True, now=WALL).startswith(f"\x1b[{shade}m"), scene
+    found = document("well")
+    found["engines"][0] |= {"health": "degraded", "reasons": [{"code": "slo", "message": "slow"}]}
+    assert render_status.view(found, width=300, colour=True, now=WALL).startswith("\x1b[33m")
 
 
 def test_colours_are_beside_the_text_and_never_in_its_widths() -> None:
-    plain = render.table(document("trouble"), width=100, colour=False, now=WALL)
-    painted = render.table(document("trouble"), width=100, colour=True, now=WALL)
+    plain = render_status.view(document("trouble"), width=100, colour=False, now=WALL)
+    painted = render_status.view(document("trouble"), width=100, colour=True, now=WALL)
     assert "\x1b[31mbackoff " in painted
     assert "\x1b[32mready " in painted
-    assert "\x1b[33mready " in painted
+    assert "\x1b[33mdegraded" in painted
     assert [render.clean(line).rstrip() for line in painted.splitlines()] == plain.splitlines()
 
 
@@ -256,15 +367,23 @@ def test_the_exit_code_says_whether_all_that_is_wanted_is_ready(
     assert capsys.readouterr().err == ""
 
 
-def test_the_table_is_printed(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_view_is_printed(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
-    header, qwen, llama, _, ready, node = capsys.readouterr().out.splitlines()
-    assert header.split() == ["ENGINE", "STATE", "SINCE", "PID", "GEN", "RESTARTS", "KV", "REQUESTS", "MODEL/REASON"]
-    assert qwen.split() == ["qwen", "ready", "1m15s", "4711", "1", "0", "-", "-", "Qwen/Qwen3.5-9B"]
+    verdict, _, header, qwen, llama, _, node = capsys.readouterr().out.splitlines()
+    assert verdict == "1 of 1 wanted engines ready, 1 not wanted"
+    assert header.split()[:9] == ["ENGINE", "STATE", "SINCE", "PID", "GEN", "RESTARTS", "KV", "BLOCKS", "RUN+WAIT"]
+    assert header.split()[9:] == ["TOK/S", "TTFT", "P95", "HOST", "MEM", "WARM-UP", "HITS", "MODEL"]
+    assert qwen.split() == ["qwen", "ready", "1m15s", "4711", "1", "0", *"-------", "Qwen/Qwen3.5-9B"]
     assert llama.split()[:2] == ["llama", "stopped"]
-    assert ready == "1 of 1 wanted engines ready"
     assert node == "vllm-supervisor 0.1.0, pid 99, up 1h1m, launcher plain"
     assert daemon.errors == []
+
+
+def test_one_engine_gets_all_that_is_known_of_it(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "qwen"]) == 0
+    out = capsys.readouterr().out
+    assert "engine qwen\n  model        Qwen/Qwen3.5-9B, port 8001\n" in out
+    assert "llama" not in out
 
 
 def test_json_is_the_whole_document(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,91 +443,11 @@ def test_watching_in_a_pipe_prints_each_change(daemon: FakeDaemon) -> None:
         assert process.stderr.read().startswith("vllm-supervisor: cannot reach the daemon")
 
 
-def terminal(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon, lines: int) -> None:
-    """Watch on a terminal with so many lines; qwen is stopped after the first view, and the second is the last."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    monkeypatch.setenv("LINES", str(lines))
-    monkeypatch.setenv("NO_COLOR", "1")
-    pauses = iter([None, KeyboardInterrupt])
-
-    def sleep(_: float) -> None:
-        daemon.enter("qwen", Stopped(), wanted=False)
-        pause = next(pauses)
-        if pause is not None:
-            raise pause
-
-    monkeypatch.setattr("supervisord.cli.status.time", type("T", (), {"sleep": sleep, "time": staticmethod(time.time)}))
-
-
-def test_watching_on_a_terminal_draws_over_what_was_there(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal(monkeypatch, daemon, 24)
-    assert main(["status", "--watch"]) == 130
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert captured.out.startswith("\x1b[?1049h\x1b[H")
-    assert captured.out.endswith("\x1b[J\x1b[?1049l")
-    first, second = captured.out.removesuffix("\x1b[?1049l").split("\x1b[H")[1:]
-    assert "qwen    ready" in first
-    assert "qwen    stopped" in second
-    assert second.endswith("\x1b[J")
-    assert all(line.endswith("\x1b[K") for line in second.splitlines()[:-1])
-
-
-def test_watching_shows_what_fits_and_what_is_not_ready_first(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal(monkeypatch, daemon, 5)
-    daemon.put(engine("late", Warming(0, "prefill")), engine("ill", Ready((BY_HAND,))))
-    assert main(["status", "--watch"]) == 130
-    for view in capsys.readouterr().out.split("\x1b[H")[1:]:
-        lines = view.split("\x1b[K\n")[:-1]
-        assert [line.split()[0] for line in lines] == ["ENGINE", "late", "prefill", "..."]
-        assert lines[-1].endswith(" more lines")
-    terminal(monkeypatch, daemon, 7)
-    assert main(["status", "--watch"]) == 130
-    rows = capsys.readouterr().out.split("\x1b[H")[-1].split("\x1b[K\n")[:-1]
-    assert [line.split()[0] for line in rows] == ["ENGINE", "late", "prefill", "ill", "operator:", "..."]
-
-
-def test_a_view_that_fits_keeps_the_order_of_the_configuration() -> None:
-    document_ = document("trouble")
-    text = render.table(document_, width=80, colour=False, now=WALL)
-    count = text.count("\n")
-    for room in (None, count, count + 1):
-        assert render.fitted(document_, room, width=80, colour=False, now=WALL) == text
-    for room in (1, 2, count - 1):
-        lines = render.fitted(document_, room, width=80, colour=False, now=WALL).splitlines()
-        assert len(lines) == room
-        assert lines[-1] == f"... {count - room + 1} more lines"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_terminal_gets_its_screen_back(daemon: FakeDaemon, number: signal.Signals) -> None:
-    ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "supervisord", "status", "--watch"]
-    with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        seen = b""
-        while b"\x1b[J" not in seen:
-            seen += os.read(ours, 4096)
-        process.send_signal(number)
-        with contextlib.suppress(OSError):  # EIO: nobody has the other end open any more
-            while chunk := os.read(ours, 4096):
-                seen += chunk
-        assert process.wait(20) == 128 + number
-    os.close(ours)
-    assert seen.startswith(b"\x1b[?1049h\x1b[H")
-    assert seen.endswith(b"\x1b[?1049l")
-
-
 def test_an_interrupt_is_silent(daemon: FakeDaemon) -> None:
     argv = [sys.executable, "-m", "supervisord", "status", "--watch"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("ENGINE")
+        assert process.stdout.readline() == "1 of 1 wanted engines ready, 1 not wanted\n"
         process.send_signal(2)
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "")

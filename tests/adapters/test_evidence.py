@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from supervisord.launcher import evidence
+from supervisord.launcher import bounded, evidence
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_py_spy_that_survives_its_kill_is_left_to_itself(
 ) -> None:
     program(tmp_path, "never run", monkeypatch)
     monkeypatch.setattr(evidence, "STACK_S", 0.2)
-    monkeypatch.setattr(evidence, "DEATH_S", 0.2)
+    monkeypatch.setattr(bounded, "DEATH_S", 0.2)
     monkeypatch.setattr(subprocess, "Popen", Immortal)
     began = time.monotonic()
     evidence.collect(tmp_path / "e" / "a.txt", "x", [sleeper.pid], ["last line"])

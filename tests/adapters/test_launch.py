@@ -465,7 +465,7 @@ def test_plan_shows_everything_with_its_origin(
         "port_held: nobody listens on 127.0.0.1:8001",
     ):
         assert line in lines, line
-    assert any(line.startswith("gpu_missing, gpu_quarantined (GPU GPU-1a2b3c4d)") for line in lines)
+    assert any(line == "gpu_missing, gpu_quarantined: present and healthy (GPU GPU-1a2b3c4d)" for line in lines)
 
 
 def test_the_printed_command_is_the_command(

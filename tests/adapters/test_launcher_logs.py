@@ -120,7 +120,7 @@ def test_what_could_steer_a_terminal_is_taken_out(log: Path, raw: bytes, shown: 
 
 
 def test_different_lines_are_counted_once(log: Path) -> None:
-    lines = logs.DistinctLines(log, 0)
+    lines = logs.LinesOfFile(log, 0)
     assert lines.count() == 0
     with log.open("ab", buffering=0) as file:
         file.write(b"loading 1/8\nloading 2/8\nready?")
@@ -137,9 +137,9 @@ def test_counting_lines_is_bounded(log: Path) -> None:
     letters = "abcdefghijklmnop"
     words = ["".join(letters[(n >> shift) & 15] for shift in (0, 4, 8, 12)) for n in range(6000)]
     log.write_text("\n".join(words) + "\n", encoding="utf-8")
-    lines = logs.DistinctLines(log, 0)
+    lines = logs.LinesOfFile(log, 0)
     assert lines.count() == 4096
-    flood = logs.DistinctLines(log, 0)
+    flood = logs.LinesOfFile(log, 0)
     with log.open("ab") as file:
         file.write(b"x" * (3 << 20))
     assert flood.count() == 0, "only the last MiB is read"
@@ -147,7 +147,7 @@ def test_counting_lines_is_bounded(log: Path) -> None:
 
 def test_counting_goes_on_after_a_cut(log: Path) -> None:
     log.write_text("one\ntwo\n", encoding="utf-8")
-    lines = logs.DistinctLines(log, 4)
+    lines = logs.LinesOfFile(log, 4)
     assert lines.count() == 1
     os.truncate(log, 0)
     log.write_text("x\n", encoding="utf-8")

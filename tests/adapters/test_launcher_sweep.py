@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisord.launcher import orphans, plain, procfs
+from supervisord.launcher import common, orphans, procfs
 from supervisord.launcher.base import MARK_ENGINE, MARK_STATE
 from tests.adapters.launcher_box import ENGINE, SLEEP, Box, a_box, zombies
 from tests.sim.engine import alive, wait_until
@@ -180,7 +180,7 @@ def test_what_does_not_die_is_reported_and_keeps_its_files(box: Box, monkeypatch
     wait_until(lambda: b"sleep" in Path(f"/proc/{process.pid}/comm").read_bytes(), 10, "exec")
     with monkeypatch.context() as patch:
         patch.setattr(signal, "pidfd_send_signal", lambda *_: None)
-        patch.setattr(plain, "SWEEP_S", 0.3)
+        patch.setattr(common, "SWEEP_S", 0.3)
         began = time.monotonic()
         assert box.launcher.sweep(ENGINE, 1) == (f"pid {process.pid} (sleep, state S)",)
         assert 0.3 <= time.monotonic() - began < 2

@@ -25,7 +25,8 @@ from tests.sim.engine import free_port
 
 UNIT = "vllm-engine-a.service"
 NO_SUCH_UNIT = "org.freedesktop.systemd1.NoSuchUnit"
-MARKS = Marks("a", 7, "p1", 120)
+MARKS = Marks("a", 7, "p1")
+INVOCATION = "0123456789abcdef" * 2
 RUNS: dict[str, Any] = {
     "Job": ("(uo)", (0, "/")),
     "ActiveState": ("s", "active"),
@@ -37,11 +38,12 @@ RUNS: dict[str, Any] = {
     "ControlGroup": ("s", f"/vllm.slice/{UNIT}"),
     "ActiveExitTimestampMonotonic": ("t", 0),
     "ExecMainExitTimestampMonotonic": ("t", 0),
+    "InvocationID": ("ay", bytes.fromhex(INVOCATION)),
 }
 
 
 def state(**changed: Any) -> UnitState:
-    return UnitState("active", None, 0, 42, 1, 0, "success", "", 0, 9)._replace(**changed)
+    return UnitState("active", None, 0, 42, 1, 0, "success", "", 0, 9, "")._replace(**changed)
 
 
 @pytest.fixture
@@ -114,7 +116,8 @@ def test_an_error_has_the_name_that_it_has_on_the_bus(address: Path) -> None:
 
 def test_a_unit_that_runs(address: Path) -> None:
     with a_bus(address, properties_of(RUNS)), Units(5) as units:
-        assert units.look(UNIT) == UnitState("active", None, 42, 42, 0, 0, "success", f"/vllm.slice/{UNIT}", 0, 0)
+        seen = UnitState("active", None, 42, 42, 0, 0, "success", f"/vllm.slice/{UNIT}", 0, 0, INVOCATION)
+        assert units.look(UNIT) == seen
 
 
 def test_a_unit_that_is_not_there(address: Path) -> None:
@@ -186,14 +189,13 @@ def test_codes_of_systemd_itself() -> None:
 
 def prepared(tmp_path: Path, env: dict[str, str] | None = None) -> Prepared:
     user = User("nobody", 65534, 65534, ())
-    return Prepared(("/opt/vllm", "serve", "$HOME"), env or {"HF_TOKEN": "hf_abc"}, user, tmp_path, -1, 120)
+    return Prepared(("/opt/vllm", "serve", "$HOME"), env or {"HF_TOKEN": "hf_abc"}, user, tmp_path)
 
 
 def told(tmp_path: Path) -> dict[str, Any]:
     properties = service.properties(
         MARKS,
         prepared(tmp_path),
-        log=tmp_path / "a.log",
         env_file=tmp_path / "env",
         state_dir="/state",
         daemon="d.service",
@@ -217,8 +219,8 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert service.read_marks("vllm-engine-b.service", variables, "/state") is None
     assert service.read_marks("vllm-engine-.service", variables, "/state") is None
     assert service.read_marks(UNIT, {}, "/state") is None
-    broken = {**variables, "SUPERVISED_GENERATION": "x", "SUPERVISED_LOG_OFFSET": "-1"}
-    assert service.read_marks(UNIT, broken, "/state") == Marks("a", 0, "p1", 0)
+    broken = {**variables, "SUPERVISED_GENERATION": "x"}
+    assert service.read_marks(UNIT, broken, "/state") == Marks("a", 0, "p1")
     assert service.engine_of(None) is None
     assert service.engine_of("vllm-engine-a@b.service") is None
 

@@ -468,12 +468,14 @@ def generations_only_grow(step: Step) -> None:
 
 
 def since_moves_with_the_state(step: Step) -> None:
-    """`since` is when the state that people see was entered, and nothing else moves it."""
+    """`since` is when the state that people see was entered, by whichever daemon, and nothing else moves it."""
     for name, new in step.after.engines.items():
         old = step.before.engines.get(name)
         if old is not None and old.state is new.state and new.since != old.since:
             _fail(since_moves_with_the_state, f"{name}: {old.since} -> {new.since} at {step.now}")
-        if old is not None and old.state is not new.state and new.since != step.now:
+        left = old.left if old is not None else None
+        entered = {step.now} | ({left.since} if left is not None and left.state is new.state else set())
+        if old is not None and old.state is not new.state and new.since not in entered:
             _fail(since_moves_with_the_state, f"{name} is {new.state.value} since {new.since}, now is {step.now}")
 
 

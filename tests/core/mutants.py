@@ -32,6 +32,7 @@ REDUCER = (
     "judging",
     "starting",
     "requests",
+    "adoption",
     "node",
     "durable",
 )

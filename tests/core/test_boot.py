@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from supervisord.core.memory import MemoryWatch
 from supervisord.core.messages import (
     Abandon,
     Adopt,
@@ -17,6 +18,8 @@ from supervisord.core.messages import (
     GateClosed,
     GpuHelperEnded,
     Launch,
+    Op,
+    Probe,
     Severity,
     StartGpuHelper,
     Sweep,
@@ -26,9 +29,25 @@ from supervisord.core.messages import (
     WatchPort,
     What,
 )
-from supervisord.core.model import After, Failed, FailedKind, Found, Gpu, Reason, State, Stopping
+from supervisord.core.model import (
+    After,
+    Draining,
+    ExitClass,
+    Failed,
+    FailedKind,
+    Found,
+    Gpu,
+    LastExit,
+    Left,
+    Ready,
+    Reason,
+    Starting,
+    State,
+    Stopping,
+)
 from supervisord.core.spec import EngineSpec
-from tests.core.play import T0, Play, card, engine_spec, new_node, node_spec, process
+from supervisord.core.watch import Watch
+from tests.core.play import BAD, GIB, GOOD, T0, Play, card, engine_spec, new_node, node_spec, process
 
 
 def found(
@@ -103,6 +122,133 @@ def test_an_adopted_engine_holds_its_gpu_until_it_answers() -> None:
 
 def test_what_lives_is_adopted_even_if_it_was_given_up_on() -> None:
     boot(found(), phase=Failed(FailedKind.CRASH_LOOP, "x")).is_(State.STARTING)
+
+
+# --- what the earlier daemon knew goes on ---
+
+
+def left(state: State, since: float = T0 - 300.0, after: After | None = None, text: str = "as asked") -> dict[str, Any]:
+    """What was saved of a generation 3 that had been ready, and is left in this state."""
+    cause = Reason("operator", text) if after is not None else None
+    return {
+        "generation": 3,
+        "warm_generation": 3,
+        "ready_since": T0 - 900.0,
+        "warmup": GOOD,
+        "watch": Watch(T0, T0, host=MemoryWatch(settling=0, high_bytes=5 * GIB)),
+        "left": Left(state, since, after, cause),
+    }
+
+
+def test_an_engine_that_was_ready_goes_on_being_so() -> None:
+    play = boot(found(), **left(State.READY)).is_(State.STARTING)
+    assert play.engine().left is not None
+    engine = play.answer().is_(State.READY).engine()
+    assert play.record("ready").message == "a is ready", "its warm-up was told when it was done"
+    assert (engine.since, engine.ready_since, engine.warmup) == (T0 - 300.0, T0 - 900.0, GOOD)
+    assert engine.watch is not None
+    assert (engine.watch.since, engine.watch.host.high_bytes) == (play.now, 5 * GIB)
+    assert engine.left is None
+
+
+def test_so_does_what_its_warm_up_found() -> None:
+    play = boot(found(), **{**left(State.READY), "warmup": BAD}).answer().is_(State.READY)
+    assert play.phase(Ready).reasons == (BAD.problem,)
+
+
+def test_an_old_state_knows_less() -> None:
+    engine = boot(found(), warm_generation=3, generation=3).answer().is_(State.READY).engine()
+    assert (engine.since, engine.ready_since, engine.warmup) == (T0, T0, None)
+    before = {**left(State.READY), "ready_since": None, "watch": None}
+    engine = boot(found(), **before).answer().is_(State.READY).engine()
+    assert (engine.since, engine.ready_since) == (T0 - 300.0, T0)
+
+
+def test_what_was_saved_of_another_generation_does_not() -> None:
+    engine = boot(found(4), **left(State.READY)).answer().is_(State.WARMING).engine()
+    assert (engine.since, engine.ready_since, engine.warmup, engine.watch) == (T0, None, None, None)
+
+
+def test_one_that_died_meanwhile_is_started_anew() -> None:
+    play = (
+        boot(found(), **left(State.READY)).see(Exited("a", 3, None, 9)).see(Swept("a", 3)).wake().does(Launch("a", 4))
+    )
+    engine = play.spawn().answer().warm().is_(State.READY).engine()
+    assert (engine.left, engine.ready_since, engine.since) == (None, play.now, play.now)
+    assert engine.watch == Watch(play.now, play.now)
+
+
+def test_a_start_has_no_more_time_than_it_had() -> None:
+    before = {**left(State.STARTING, T0 - 3000.0), "warm_generation": 2}
+    play = boot(found(), **before).is_(State.STARTING)
+    assert play.phase(Starting) == Starting(T0, T0 + 600.0)
+    assert play.engine().since == T0 - 3000.0
+    late = boot(found(), **{**before, "left": Left(State.STARTING, T0 - 9000.0)})
+    assert late.phase(Starting).give_up_at == T0 + 10.0
+    late.answer().is_(State.WARMING)
+
+
+@pytest.mark.parametrize("plan", ["p1", "p0"])
+def test_an_operators_drain_stays(plan: str) -> None:
+    """As over a reload: a changed plan waits for the operator too."""
+    play = boot(found(plan=plan), **left(State.DRAINING, after=After.HOLD)).is_(State.DRAINING)
+    play.does(Adopt("a", 3), AnnounceReady)
+    assert "adopted, and still drained: as asked" in play.record("adopted").message
+    assert (play.phase(Draining).after, play.phase(Draining).until) == (After.HOLD, None)
+    assert (play.engine().since, play.engine().left) == (T0 - 300.0, None)
+    play.ask(Op.START).is_(State.READY if plan == "p1" else State.DRAINING)
+    assert play.engine().ready_since == T0 - 900.0
+
+
+def test_a_drained_engine_that_died_meanwhile_stays_down() -> None:
+    play = boot(found(), **left(State.DRAINING, after=After.HOLD)).see(Exited("a", 3, None, None))
+    play.see(Swept("a", 3)).is_(State.STOPPED)
+
+
+def test_so_does_one_of_which_only_orphans_or_nothing_is_left() -> None:
+    before = left(State.DRAINING, after=After.HOLD)
+    boot(found(main=False), **before).is_(State.STOPPING).see(Swept("a", 3)).is_(State.STOPPED)
+    play = boot(**before).does(AnnounceReady).is_(State.STOPPED)
+    assert "has ended meanwhile: it is not started by itself" in play.record("stopped").message
+    assert not play.engine().wanted
+
+
+def test_a_drained_engine_that_is_not_wanted_any_more_is_ended() -> None:
+    boot(found(), wanted=False, **left(State.DRAINING, after=After.HOLD)).is_(State.DRAINING)
+
+
+@pytest.mark.parametrize(("after", "then"), [(After.START, State.STARTING), (After.CRASH, State.BACKOFF)])
+def test_an_end_that_was_under_way_goes_on(after: After, then: State) -> None:
+    crash = LastExit(ExitClass.CRASH, None, None, T0 - 5.0, 3, "stalled")
+    play = boot(found(), last_exit=crash, **left(State.STOPPING, after=after)).is_(State.STOPPING)
+    play.does(Adopt, Abandon, Terminate, AnnounceReady)
+    assert "ended: as asked" in play.record("leftover").message
+    play.see(Exited("a", 3, 0, None)).see(Swept("a", 3)).is_(then)
+
+
+def test_a_restart_for_an_operator_drains_first_if_it_was_draining() -> None:
+    play = (
+        boot(found(), **left(State.DRAINING, after=After.START)).is_(State.DRAINING).does(Adopt, Probe, AnnounceReady)
+    )
+    assert play.phase(Draining).after is After.START
+
+
+def test_a_daemon_that_ended_its_engines_and_was_killed_has_them_back() -> None:
+    play = boot(found(), **left(State.STOPPING, after=After.STOP)).is_(State.STOPPING)
+    play.see(Exited("a", 3, 0, None)).see(Swept("a", 3)).does(Launch("a", 4))
+
+
+def test_an_engine_that_serves_is_replaced_gracefully() -> None:
+    play = boot(found(plan="p0"), **left(State.READY)).does(Adopt, Probe, AnnounceReady).is_(State.DRAINING)
+    assert play.phase(Draining).after is After.START
+    assert play.phase(Draining).cause.message == "left by an earlier daemon, it is not wanted as it runs"
+    at_once = engine_spec(drain_timeout_s=0)
+    boot(found(plan="p0"), engines=(at_once,), **left(State.READY)).is_(State.STOPPING)
+
+
+def test_a_crash_loop_whose_process_serves_is_replaced_gracefully_too() -> None:
+    failed = Failed(FailedKind.CRASH_LOOP, "x")
+    boot(found(plan="p0"), phase=failed, **left(State.READY)).is_(State.DRAINING)
 
 
 # --- ended ---
@@ -220,6 +366,12 @@ def test_the_first_look_at_the_gpus_does() -> None:
     assert not announces(play.see(GpuHelperEnded(1, "it broke"))), "another one tries"
     play.see(Due(What.CLOCK), after=5.0)
     assert announces(play.sweep(card("GPU-1"))), "it waits for a GPU that is not there: nobody knows how long"
+
+
+def test_who_was_drained_by_an_operator_does_not() -> None:
+    node = new_node(node_spec(engine_spec(), ready_timeout_s=100.0))
+    play = Play(node).change(**left(State.DRAINING, after=After.HOLD))
+    assert announces(play.see(Booted((found(),))))
 
 
 def test_a_back_off_does() -> None:

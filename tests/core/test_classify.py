@@ -206,3 +206,9 @@ def test_long_output_is_looked_through_quickly() -> None:
     """No pattern may take more than linear time on what an engine prints (a prompt may be in it)."""
     tail = ["validation errors for x " * 40] * TAIL + ["xid (pci:" * 100] * TAIL
     assert classify(1, None, tail)[0] is ExitClass.CONFIG
+
+
+def test_an_access_log_is_nobodys_last_words() -> None:
+    tail = ["ERROR the reason", 'INFO:     127.0.0.1:54170 - "POST /v1/completions HTTP/1.1" 200 OK']
+    assert classify(None, 11, tail)[1] == "last line: ERROR the reason"
+    assert classify(None, 11, tail[1:])[1] == "last line: (nothing that says why)"

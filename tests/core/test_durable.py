@@ -7,26 +7,34 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisord.core.durable import restore, save
+from supervisord.core.memory import MemoryWatch
 from supervisord.core.messages import Booted, Exited, Op, Swept
 from supervisord.core.model import (
+    STATE_OF,
+    After,
     Backoff,
+    Draining,
     Engine,
     ExitClass,
     Failed,
     FailedKind,
     LastExit,
+    Left,
     Node,
     Phase,
     Ready,
     Reason,
+    Starting,
     State,
     Stopped,
+    Warmup,
 )
 from supervisord.core.spec import NodeSpec
+from supervisord.core.watch import Watch
 from tests.core.play import T0, Play, engine_spec, new_node, node_spec, plan_ids, ready
 
 NOW: Final = 5000.0
@@ -69,6 +77,7 @@ PHASES: Final = st.sampled_from(
 ) | st.builds(Failed, st.just(FailedKind.CRASH_LOOP), st.text())
 
 
+@settings(deadline=None)
 @given(
     generation=COUNTS,
     warm=COUNTS,
@@ -108,7 +117,8 @@ def test_round_trip(
         spec=SPEC.engines["a"],
         plan_id="p1",
         phase=phase if kept else Stopped(),
-        since=NOW,
+        since=0.0 if kept or phase == Stopped() else NOW,
+        left=Left(STATE_OF[type(phase)], 0.0),
         wanted=wanted,
         generation=generation,
         restart_times=times,
@@ -127,6 +137,7 @@ JSON: Final = st.recursive(
 FIELDS: Final = sorted(saved())
 
 
+@settings(deadline=None)
 @given(JSON | st.dictionaries(st.sampled_from(FIELDS), JSON))
 def test_garbage_is_as_good_as_nothing(garbage: object) -> None:
     engine = restored(garbage)
@@ -159,6 +170,19 @@ def test_garbage_is_as_good_as_nothing(garbage: object) -> None:
         ("last_exit", {"class": "crash", "at": -1.0}),
         ("last_exit", {"class": "crash", "at": 10**400}),
         ("last_exit", {"class": "crash", "at": NOW + 1}),
+        ("good_blocks", 10**400),
+        ("replacing", 1),
+        ("refused_claim", ["p1"]),
+        ("refused_claim", [1, 0.5]),
+        ("refused_claim", ["p1", float("nan")]),
+        ("app_xids", "31"),
+        ("app_xids", [31, None]),
+        ("ready_since", NOW + 1),
+        ("ready_since", "1"),
+        ("state", "ready"),
+        ("since", 1.0),
+        ("warmup", [1]),
+        ("memory", "5"),
         ("restart_times", "1234"),
         ("restart_times", [None, "1", True, float("nan"), float("inf"), -1, 10**400, NOW + 1, [], {}]),
     ],
@@ -177,9 +201,81 @@ def test_an_exit_with_odd_numbers_keeps_what_is_right() -> None:
     assert engine.last_exit == LastExit(ExitClass.CRASH, None, None, 7.0, 0, "")
 
 
+def test_a_warm_up_with_odd_numbers_keeps_what_is_right() -> None:
+    odd = {"first_ms": 7, "settled_ms": 10**400, "rounds": -1, "problem": {"code": "x"}, "gpu_bytes": 10**400}
+    assert restored({"warmup": odd}).warmup == Warmup(first_ms=7.0, settled_ms=None, rounds=0)
+
+
+def test_odd_levels_are_none() -> None:
+    engine = restored({"memory": {"asleep": 1, "host": 10**400, "gpu": -5}})
+    assert engine.watch == Watch(NOW, NOW)
+
+
+def test_a_drain_without_a_cause_is_none() -> None:
+    engine = restored({"state": "draining", "since": 1, "after": "hold", "cause": {"code": "operator"}})
+    assert engine.left == Left(State.DRAINING, 1.0)
+
+
 def test_nothing_saved_means_the_configuration() -> None:
     assert restored(None).wanted
     assert not restored(None, spec=node_spec(engine_spec(autostart=False))).wanted
+
+
+# --- what lives ---
+
+SETTLED: Final = MemoryWatch(seen_at=9.0, settling=0, high_bytes=5_000, lows=((9.0, 6_000),))
+OF_GENERATION: Final[dict[str, Any]] = {
+    "generation": 3,
+    "warm_generation": 3,
+    "phase": Draining(After.HOLD, None, Reason("operator", "drain requested by uid 0"), 1.0),
+    "since": 900.0,
+    "ready_since": 700.0,
+    "warmup": Warmup(28.5, 10.0, 3, Reason("warmup_failed", "x"), 4_000, 3_000, 12.5),
+    "watch": Watch(5.0, 6.0, asleep=True, host=SETTLED, gpu=replace(SETTLED, settling=1)),
+    "app_xids": ("Xid 31: x",),
+    "replacing": True,
+    "refused_claim": ("p1", 0.92),
+    "devices": ("GPU-1",),
+}
+
+
+def test_what_belongs_to_the_generation_that_lives_goes_on() -> None:
+    engine = restored(saved(**OF_GENERATION), spawned=3)
+    for name in ("ready_since", "warmup", "app_xids", "replacing", "refused_claim", "devices"):
+        assert getattr(engine, name) == OF_GENERATION[name]
+    assert engine.left == Left(State.DRAINING, 900.0, After.HOLD, Reason("operator", "drain requested by uid 0"))
+    assert engine.since == NOW
+    assert engine.watch == Watch(NOW, NOW, asleep=True, host=MemoryWatch(settling=0, high_bytes=5_000))
+
+
+def test_nothing_of_another_generation_does() -> None:
+    engine = restored(saved(**OF_GENERATION), spawned=4)
+    assert (engine.left, engine.ready_since, engine.warmup, engine.watch, engine.app_xids) == (None,) * 4 + ((),)
+
+
+def test_nothing_of_another_boot_does() -> None:
+    engine = restored(saved(**OF_GENERATION), same_boot=False, spawned=3)
+    fresh = Engine(spec=SPEC.engines["a"], plan_id="p1", since=NOW, wanted=True, generation=3, warm_generation=3)
+    assert engine == fresh
+
+
+def test_one_that_was_adopted_and_does_not_answer_yet_is_as_it_was_left() -> None:
+    before = Left(State.READY, 400.0)
+    assert restored(saved(phase=Starting(1.0, 2.0), since=900.0, left=before)).left == before
+    assert restored(saved(phase=Ready(), since=900.0, left=before)).left == Left(State.READY, 900.0)
+
+
+def test_a_drain_that_may_be_taken_back_is_judged_anew() -> None:
+    drained = Draining(After.CRASH, 9.0, Reason("free_blocks", "x"), 1.0, recoverable=True)
+    assert restored(saved(phase=drained, since=900.0)).left == Left(State.READY, 900.0)
+
+
+def test_a_look_alone_changes_nothing_that_is_saved() -> None:
+    play = ready()
+    before = save(play.node)
+    play.sample(running=1, waiting=0)
+    assert play.engine().sample is not None
+    assert save(play.node) == before
 
 
 # --- boots ---

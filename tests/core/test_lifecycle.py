@@ -28,7 +28,7 @@ from supervisord.core.model import (
 from tests.core.play import engine_spec
 
 ALLOWED: Final = {
-    "stopped": "waiting starting stopping",
+    "stopped": "waiting starting draining stopping",
     "waiting": "stopped starting stopping backoff failed",
     "starting": "waiting warming ready stopping backoff failed",
     "warming": "ready stopping",
@@ -36,7 +36,7 @@ ALLOWED: Final = {
     "draining": "ready stopping",
     "stopping": "stopped waiting starting backoff failed",
     "backoff": "stopped waiting starting",
-    "failed": "stopped waiting starting stopping",
+    "failed": "stopped waiting starting draining stopping",
 }
 
 WHY: Final = Reason("why", "because")

@@ -46,7 +46,7 @@ MUTANTS: Final = (
     mutant(
         "what an earlier daemon left is overlooked",
         "node",
-        "        _take_over(turn, left)",
+        "        adoption.take_over(turn, left)",
         "        pass",
         "rest_means_gone",
         "forgotten_means_gone",
@@ -54,7 +54,7 @@ MUTANTS: Final = (
     ),
     mutant(
         "a leftover without its main process is not swept",
-        "node",
+        "adoption",
         "        ending.kill(turn, engine, after, cause)",
         "        pass",
         "rest_means_gone",
@@ -184,9 +184,9 @@ MUTANTS: Final = (
     ),
     mutant(
         "a start that was asked for is forgotten on the way",
-        "ending",
-        "    elif phase.after is After.START:",
-        "    elif False:",
+        "requests",
+        "turn.put(replace(engine, phase=replace(phase, after=After.START)))",
+        "pass",
         "start_converges",
     ),
     mutant(
@@ -249,8 +249,8 @@ MUTANTS: Final = (
     mutant(
         "a GPU whose calls fail is lost",
         "gpus",
-        "if new.error is not None and new.error not in LOST:",
-        "if False:",
+        "return _silent(replace(old, pci_id=new.pci_id or old.pci_id), new.index, new.error)",
+        "return replace(old, absent_since=sweep.at - 99.0)",
         "what_nobody_sees_hurts_nobody",
     ),
     mutant(

@@ -38,7 +38,7 @@ from supervisord.core.model import (
     Warming,
     Warmup,
 )
-from supervisord.core.spec import EngineSpec, NodeSpec
+from supervisord.core.spec import EngineSpec, NodeSpec, SloSpec
 from tests.core.play import card, foreign, mine
 
 NOW = 1000.0
@@ -169,6 +169,19 @@ def test_a_launch_without_its_process_is_said() -> None:
     assert one(Starting(NOW, NOW + 9), launching=4)["reasons"][0]["message"] == "being launched"
 
 
+def test_a_drain_that_lasts_says_how_it_ends() -> None:
+    (held,) = one(Draining(After.HOLD, None, CAUSE, NOW))["reasons"]
+    assert held["message"] == f"{CAUSE.message}; back into traffic: vllm-supervisor start qwen"
+    (ending,) = one(Draining(After.STOP, NOW, CAUSE, NOW))["reasons"]
+    assert ending["message"] == CAUSE.message
+
+
+def test_a_limit_of_zero_is_none() -> None:
+    spec = replace(FULL.spec, slo=SloSpec(ttft_p95_ms=0, gpu_util_min_percent=85))
+    limits = of(replace(FULL, spec=spec))["engines"][0]["slo"]
+    assert limits == {"ttft_p95_ms": None, "gpu_util_min_percent": 85}
+
+
 def test_health_is_told_only_when_ready() -> None:
     assert one(Ready())["health"] == "ok"
     assert one(Ready((CAUSE,)))["health"] == "degraded"
@@ -215,6 +228,7 @@ def test_all_that_is_known() -> None:
             "host_creep_mib_per_h": None,
             "exhausted_in_s": None,
         },
+        "slo": {"ttft_p95_ms": 500.0, "gpu_util_min_percent": None},
         "warmup": {"first_ms": 812.3, "settled_ms": 401.3, "rounds": 3},
         "last_exit": {
             "class": "cuda_app",

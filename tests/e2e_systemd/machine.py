@@ -1,7 +1,7 @@
-"""Boots a real systemd as PID 1 of its own namespaces, over an overlay of this machine's root.
+"""Boots a real systemd as PID 1 of its own namespaces, over an overlay of this machine's root or of another one.
 
-Needs root, util-linux, overlayfs, a cgroup2 mount, systemd and dbus-daemon; `check` says which of them is missing. No
-network is needed and none is given: inside there is loopback alone.
+Needs root that may mount, util-linux, overlayfs, cgroup2, systemd and dbus-daemon; `check` says which of them is
+missing. No network is needed and none is given: inside there is loopback alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ TARGET: Final = "multi-user.target"
 REPOSITORY: Final = Path(__file__).parents[2]
 INSIDE: Final = Path("/opt/under-test")
 """Where the repository is inside: not below /tmp, which services have of their own."""
+
+_MODULES: Final = {
+    Path(path): Path("/opt/modules") / str(number) for number, path in enumerate(sys.path) if "site-packages" in path
+}
+"""Where the libraries of this test's Python are inside: its environment may lie below /tmp, or anywhere."""
 
 _SYSTEMD: Final = Path("/lib/systemd/systemd")
 _MASKED: Final = [
@@ -64,8 +69,8 @@ _MASKED: Final = [
 
 _INIT: Final = r"""
 set -eu
-R=$1 UP=$2 TARGET=$3; shift 3
-mount -t overlay overlay -o "lowerdir=/,upperdir=$UP/upper,workdir=$UP/work" "$R"
+R=$1 UP=$2 TARGET=$3 LOWER=$4; shift 4
+mount -t overlay overlay -o "lowerdir=$LOWER,upperdir=$UP/upper,workdir=$UP/work" "$R"
 while [ $# -gt 0 ]; do mkdir -p "$R$2"; mount --bind "$1" "$R$2"; shift 2; done
 cd "$R"
 mkdir -p proc sys dev run tmp old
@@ -95,7 +100,19 @@ umount -l /old
 exec env -i container=tests PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
   /lib/systemd/systemd --system --unit="$TARGET" --show-status=0 --log-target=journal-or-kmsg
 """
-"""Run in the new namespaces; ends as PID 1. `REPO INSIDE` pairs after the target are bound into the new root."""
+"""Run in the new namespaces; ends as PID 1. Pairs of paths after the lower layers are bound into the new root."""
+
+_SPACES: Final = ("--mount", "--pid", "--cgroup", "--uts", "--ipc", "--net", "--fork", "--propagation", "private")
+
+_TRIAL: Final = r"""
+set -e
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/upper /mnt/work /mnt/root /mnt/cgroup
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
+mount -t cgroup2 cgroup2 /mnt/cgroup
+mount -t proc proc /mnt/root/proc
+"""
+"""What a boot does first, to see whether it may."""
 
 
 def check() -> str | None:
@@ -107,23 +124,37 @@ def check() -> str | None:
     for program, package in (("unshare", "util-linux"), ("nsenter", "util-linux"), ("dbus-daemon", "dbus")):
         if shutil.which(program) is None:
             return f"cannot boot systemd for these tests: there is no {program}; install Debian's package {package}"
-    if _cgroup2() is None:
-        return "cannot boot systemd for these tests: no cgroup2 is mounted (mount -t cgroup2 none /sys/fs/cgroup)"
+    tried = subprocess.run(["unshare", *_SPACES, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        why = " ".join(tried.stderr.split()) or f"exit status {tried.returncode}"
+        return (
+            f"cannot boot systemd for these tests: root may not do here all that it takes ({why}); use a machine or a \
+container that lets it make namespaces and mount overlay and cgroup2"
+        )
     return None
 
 
 class Machine:
-    """A machine with systemd. It is gone, with all that ran in it, when the context ends."""
+    """A machine with systemd. It is gone, with all that ran in it, when the context ends.
 
-    def __init__(self) -> None:
-        cgroup2 = _cgroup2()
-        assert cgroup2 is not None, check()
+    `root` is what its disk holds before it writes anything; `after` the disk of another machine over that root, from
+    which this one goes on; `shown` are folders of this machine that are seen in it at the same place.
+    """
+
+    def __init__(self, root: Path = Path("/"), *, after: Path | None = None, shown: Sequence[Path] = ()) -> None:
+        self._root = root
+        self._after = after
+        self._shown = shown
         self.home = Path(tempfile.mkdtemp(prefix="vs-boot.", dir="/tmp"))
-        self._cgroup = cgroup2 / self.home.name
+        self._cgroup = (_cgroup2() or self.home / "cgroup2") / self.home.name
         self._console = self.home / "console.log"
         self._unshare: subprocess.Popen[bytes] | None = None
         self.pid1 = 0
-        self._python = [path for path in map(Path, sys.path) if _is_ours(path)]
+
+    @property
+    def disk(self) -> Path:
+        """What was written on its disk. Other machines may go on from there, once this one is shut down."""
+        return self.home / "upper"
 
     def __enter__(self) -> Machine:  # noqa: PYI034 (typing.Self came with Python 3.11)
         try:
@@ -144,16 +175,16 @@ class Machine:
     def boot(self) -> None:
         """Boot, and wait until all of it is up."""
         self._cgroup.mkdir(exist_ok=True)
-        binds = [(REPOSITORY, INSIDE), *((path, _inside(path)) for path in self._python)]
+        binds = [(REPOSITORY, INSIDE), *_MODULES.items(), *((path, path) for path in self._shown)]
+        lower = ":".join(str(layer) for layer in (self._after, self._root) if layer is not None)
         flat = [str(part) for pair in binds for part in pair]
-        arguments = [str(self.home / "root"), str(self.home), TARGET, *flat]
-        spaces = ["--mount", "--pid", "--cgroup", "--uts", "--ipc", "--net", "--fork", "--propagation", "private"]
+        arguments = [str(self.home / "root"), str(self.home), TARGET, lower, *flat]
         with self._console.open("ab") as console:
             # Into its cgroup first: the namespace's root is where its first process is.
             self._unshare = subprocess.Popen(
                 [
                     *("sh", "-c", 'echo 0 >"$0/cgroup.procs"; exec setsid "$@"', str(self._cgroup)),
-                    *("unshare", *spaces, "bash", "-c", _INIT, "init", *arguments),
+                    *("unshare", *_SPACES, "bash", "-c", _INIT, "init", *arguments),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
@@ -172,12 +203,13 @@ class Machine:
 
     def reboot(self) -> None:
         """Reboot in good order; its files stay."""
-        self.run("systemctl", "--no-block", "start", "reboot.target")
-        self._wait_down()
+        self.shut_down()
         self.boot()
 
-    def _wait_down(self) -> None:
+    def shut_down(self) -> None:
+        """Go down in good order; its files stay until the context ends."""
         assert self._unshare is not None
+        self.run("systemctl", "--no-block", "start", "reboot.target")
         self._unshare.wait(END_S * 4)
         self.pid1 = 0
 
@@ -211,9 +243,14 @@ class Machine:
 
     def _make_disk(self) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "vs-boot", str(self.home)], check=True)
-        upper = self.home / "upper"
+        upper = self.disk
         for path in (upper, self.home / "work", self.home / "root"):
             path.mkdir()
+        if self._cgroup.parent == self.home / "cgroup2":
+            self._cgroup.parent.mkdir()
+            subprocess.run(["mount", "-t", "cgroup2", "cgroup2", str(self._cgroup.parent)], check=True)
+        if self._after is not None:
+            return
         # Hide what this machine has enabled: only what a test installs is started.
         for name in ("etc/systemd/system", "etc/init.d", *(f"etc/rc{level}.d" for level in "0123456S")):
             (upper / name).mkdir(parents=True, exist_ok=True)
@@ -231,7 +268,7 @@ class Machine:
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
         """Put a file on its disk; also while it runs."""
-        file = (Path(f"/proc/{self.pid1}/root") if self.pid1 else self.home / "upper") / path.lstrip("/")
+        file = (Path(f"/proc/{self.pid1}/root") if self.pid1 else self.disk) / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
         file.chmod(mode)
@@ -256,8 +293,8 @@ class Machine:
 
     def python(self) -> tuple[list[str], dict[str, str]]:
         """How this test's Python is run in it, with the repository: command and environment."""
-        places = [str(INSIDE), *(str(_inside(path)) for path in self._python)]
-        return [sys.executable], {"PYTHONPATH": ":".join(places), "PYTHONDONTWRITEBYTECODE": "1"}
+        places = ":".join(map(str, (INSIDE, *_MODULES.values())))
+        return [str(Path(sys.executable).resolve())], {"PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1"}
 
     def journal(self, *argv: str) -> str:
         """What its journal says."""
@@ -286,15 +323,6 @@ class Machine:
     def _env(self, extra: Mapping[str, str] | None) -> dict[str, str]:
         own = {"LANG": "C.UTF-8", "HOME": "/root", "TERM": "dumb", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
         return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **own, **(extra or {})}
-
-
-def _is_ours(path: Path) -> bool:
-    """A directory of modules that is not seen inside by itself: below /tmp, which is another one there."""
-    return path.is_dir() and path.is_relative_to("/tmp") and not path.is_relative_to(REPOSITORY)
-
-
-def _inside(path: Path) -> Path:
-    return Path("/opt/modules") / path.relative_to("/tmp")
 
 
 def _cgroup2() -> Path | None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from supervisord.control import client
@@ -49,9 +49,11 @@ import sys, time, urllib.request
 # Without pause until told to end by the file that goes away; says how many answers came and what went wrong.
 import os
 answers, failures = 0, []
-while os.path.exists(sys.argv[2]):
+flag, url, body = sys.argv[1:]
+request = urllib.request.Request(url, body.encode() or None, {"Content-Type": "application/json"})
+while os.path.exists(flag):
     try:
-        with urllib.request.urlopen(sys.argv[1], timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             reply.read()
         answers += 1
     except OSError as error:
@@ -75,9 +77,11 @@ class SupervisedNode:
         machine.write("/etc/vllm-supervisor/mood.json", "{}")
         machine.run("systemctl", "daemon-reload")
 
-    def configure(self, *engines: str, launcher: str = "auto", **keys: Any) -> None:
+    def configure(
+        self, *engines: str, launcher: str = "auto", supervisor: Mapping[str, Any] | None = None, **keys: Any
+    ) -> None:
         """Write the configuration; `keys` are those of every engine, tables as mappings."""
-        head = table("supervisor", {"listen": "", "launcher": launcher, "poll_interval_s": 0.5})
+        head = table("supervisor", {"listen": "", "launcher": launcher, "poll_interval_s": 0.5, **(supervisor or {})})
         parts = [self.engine_toml(name, 8101 + at, **keys) for at, name in enumerate(engines)]
         self.machine.write(CONFIG, head + "".join(parts), 0o600)
 
@@ -115,19 +119,24 @@ class SupervisedNode:
             return next((e for e in self.status()["engines"] if e["name"] == name), {})
         return {}
 
-    def wait_engine(self, name: str, test: Callable[[Document], bool], what: str) -> Document:
+    def wait_engine(
+        self, name: str, test: Callable[[Document], bool], what: str, within_s: float = DEADLINE_S
+    ) -> Document:
         """Wait until an engine is as wanted."""
         return wait_until(
-            lambda: engine if (engine := self.engine(name)) and test(engine) else {}, DEADLINE_S, what, every_s=0.02
+            lambda: engine if (engine := self.engine(name)) and test(engine) else {}, within_s, what, every_s=0.02
         )
 
-    def wait_state(self, name: str, state: str, generation: int | None = None) -> Document:
+    def wait_state(
+        self, name: str, state: str, generation: int | None = None, within_s: float = DEADLINE_S
+    ) -> Document:
         """Wait for a state, of a generation if one is given."""
 
         def test(engine: Document) -> bool:
             return engine["state"] == state and generation in (None, engine["generation"])
 
-        return self.wait_engine(name, test, f"{name} to be {state} (generation {generation}): {self.engine(name)}")
+        what = f"{name} to be {state} (generation {generation}): {self.engine(name)}"
+        return self.wait_engine(name, test, what, within_s)
 
     def wait_new_daemon(self, old: int) -> int:
         """Wait until another daemon than the old one answers; its pid."""
@@ -165,20 +174,20 @@ class SupervisedNode:
         """Signal one process in there."""
         self.machine.run("kill", f"-{signal}", str(pid))
 
-    def asking(self, port: int) -> Asking:
-        """Ask an engine for /health again and again meanwhile."""
-        return Asking(self.machine, port)
+    def asking(self, port: int, path: str = "/health", body: Mapping[str, Any] | None = None) -> Asking:
+        """Ask an engine again and again meanwhile; with a body by POST."""
+        return Asking(self.machine, port, path, "" if body is None else json.dumps(body))
 
 
 class Asking:
     """Somebody who asks an engine all the time."""
 
-    def __init__(self, machine: Machine, port: int) -> None:
+    def __init__(self, machine: Machine, port: int, path: str, body: str) -> None:
         self._machine = machine
         self._flag = f"/run/asking-{port}"
         machine.write(self._flag, "")
-        url = f"http://127.0.0.1:{port}/health"
-        self._process = machine.popen("/usr/bin/python3", "-c", _ASK, url, self._flag, stdout=subprocess.PIPE)
+        command = ("/usr/bin/python3", "-c", _ASK, self._flag, f"http://127.0.0.1:{port}{path}", body)
+        self._process = machine.popen(*command, stdout=subprocess.PIPE)
 
     def end(self) -> tuple[int, str]:
         """How many answers came, and the first failures ("[]": none)."""

@@ -251,10 +251,10 @@ def test_a_bad_configuration_does_not_leave_engines_alone(node: SupervisedNode) 
 
 
 def test_a_daemon_killed_again_and_again_converges(node: SupervisedNode) -> None:
-    """SIGKILL at any moment of a start, a stop or a restart: the next daemon goes on, never with two of one engine."""
+    """SIGKILL in the middle of whatever a start, a stop or a restart does (test_crashes.py: between its steps)."""
     node.configure("a", "b", warmup={"enabled": False})
     node.start()
-    for delay_s in (0.0, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2):
+    for delay_s in (0.0, 0.02, 0.08):
         for op in ("restart", "stop", "start"):
             node.cli(op, "a", check=False)
             time.sleep(delay_s)

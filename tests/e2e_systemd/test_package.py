@@ -3,63 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.e2e_systemd.machine import Machine, check
-from tests.e2e_systemd.node import CONFIG, UNIT, Asking, SupervisedNode
-from tests.packaging.conftest import build
+from tests.e2e_systemd.machine import Machine
+from tests.e2e_systemd.node import CONFIG, UNIT, Asking
+from tests.e2e_systemd.packaged import SLICE, PackagedNode, Packages
 from tests.sim.engine import wait_until
-
-OLD, NEW = "0.1.0-1", "99.0-1"
-SLICE = "vllm.slice"
-
-
-class PackagedNode(SupervisedNode):
-    """A machine with the package installed instead of a unit of the tests."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        machine.write("/usr/sbin/policy-rc.d", "#!/bin/sh\nexit 0\n", 0o755)
-        machine.write("/etc/vllm-supervisor/mood.json", "{}")
-        self.dpkg("-i", "/srv/old.deb")
-
-    def dpkg(self, *argv: str, check: bool = True) -> str:
-        done = self.machine.run("dpkg", *argv, check=check, env={"DEBIAN_FRONTEND": "noninteractive"})
-        return f"{done.stdout}{done.stderr}"
-
-    def systemctl(self, *argv: str, check: bool = True) -> str:
-        return self.machine.run("systemctl", *argv, check=check).stdout.strip()
-
-    def with_engine(self, *names: str) -> list[int]:
-        """Configure engines by a reload and return their pids once they are ready."""
-        self.configure(*names, user="vllm")
-        self.machine.run("chgrp", "vllm-admin", CONFIG)
-        self.systemctl("reload", UNIT)
-        return [int(self.wait_state(name, "ready")["pid"]) for name in names]
-
-
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("packages")
-    return build(folder, "--version", OLD), build(folder, "--version", NEW)
 
 
 @pytest.fixture
-def node(packages: tuple[Path, Path]) -> Iterator[PackagedNode]:
-    problem = check()
-    assert problem is None, problem
-    with Machine() as machine:
-        for package, name in zip(packages, ("old", "new"), strict=True):
-            machine.path("/srv").mkdir(exist_ok=True)
-            shutil.copy(package, machine.path(f"/srv/{name}.deb"))
-        yield PackagedNode(machine)
+def node(packaged: PackagedNode) -> PackagedNode:
+    return packaged
 
 
-def test_it_is_up_after_the_installation(node: PackagedNode) -> None:
+def test_it_is_up_after_the_installation(machine: Machine, packages: Packages) -> None:
+    node = PackagedNode(machine)
+    node.bring(packages)
+    node.dpkg("-i", "/srv/old.deb")
     shown = node.machine.show(UNIT, "ActiveState", "SubState", "StatusText", "UnitFileState", "Type")
     assert shown == {
         "ActiveState": "active",
@@ -129,9 +91,8 @@ def test_no_engine_notices(node: PackagedNode, step: str) -> None:
 
 
 def test_a_wedged_daemon_is_replaced_by_the_watchdog(node: PackagedNode) -> None:
-    # As short as turns allow, which come every five seconds; the unit's own is 30.
-    node.machine.write(f"/etc/systemd/system/{UNIT}.d/quick.conf", "[Service]\nWatchdogSec=8\n")
-    node.systemctl("daemon-reload")
+    # As short as turns allow on a busy machine, which come every five seconds; the unit's own is 30.
+    node.drop_in("[Service]\nWatchdogSec=10\n")
     node.systemctl("restart", UNIT)
     pids, daemon = node.with_engine("a"), node.pid
     node.kill(daemon, "STOP")
@@ -157,6 +118,16 @@ def test_an_upgrade_that_cannot_start_is_an_error_until_mended(node: PackagedNod
     node.machine.write(CONFIG, "", 0o640)
     node.dpkg("--configure", "vllm-supervisor")
     assert node.systemctl("is-active", UNIT) == "active"
+
+
+def test_without_vllm_the_first_status_says_where_its_installer_is(node: PackagedNode) -> None:
+    node.configure("a", command=["/opt/vllm/bin/vllm", "serve"])
+    node.systemctl("restart", UNIT)
+    node.wait_state("a", "failed")
+    told = node.machine.run("vllm-supervisor", "status", check=False).stdout
+    installer = "/usr/share/vllm-supervisor/scripts/install-vllm"
+    assert f"install vLLM ({installer} --prefix /opt/vllm)" in " ".join(told.split())
+    assert node.machine.run("test", "-x", installer).returncode == 0
 
 
 def test_a_daemon_that_was_stopped_stays_so(node: PackagedNode) -> None:

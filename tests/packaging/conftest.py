@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "dpkg-deb", "git", "lintian", "man", "mandoc", "perl", "systemd-analyze", "unshare", "zsh")
 
 
 def try_build(out: Path, *options: str, umask: int = 0o022, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -27,9 +28,14 @@ def build(out: Path, *options: str, umask: int = 0o022) -> Path:
     return Path(done.stdout.strip())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tools() -> None:
+    """Fails where something is missing that these tests look with; none of them is passed over."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    assert not missing, f"cannot test the package without {', '.join(missing)}: scripts/test --systemd installs them"
+
+
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of this checkout."""
-    if shutil.which("dpkg-deb") is None:
-        pytest.skip("dpkg-deb is not installed")
     return build(tmp_path_factory.mktemp("deb"))

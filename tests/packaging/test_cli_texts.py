@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -63,7 +62,6 @@ def test_every_exit_code_is_in_the_page() -> None:
     assert {int(code) for code in re.findall(r"^\.B (\d+)$", text_of("man"), re.MULTILINE)} == codes
 
 
-@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
 @pytest.mark.parametrize(
     ("script", "name"), [("cli_texts", "vllm-supervisor.8"), ("config_texts", "vllm-supervisor.toml.5")]
 )
@@ -117,7 +115,6 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -141,7 +138,6 @@ def test_bash_offers(program: Path, line: list[str], offered: set[str]) -> None:
     assert set(done.stdout.removesuffix("\n").split("\n")) == offered
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_can_read_it(tmp_path: Path) -> None:
     script = tmp_path / "_vllm-supervisor"
     script.write_text(text_of("zsh"))
@@ -160,7 +156,6 @@ source "$1"
 """The functions of completion itself, as far as they matter; the script calls its own when it is loaded first."""
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_offers_engines(program: Path) -> None:
     script = program / "_vllm-supervisor"
     script.write_text(text_of("zsh"))

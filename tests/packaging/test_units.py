@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,6 @@ from tests.packaging.systemd_249 import KEYS
 
 UNITS = Path(__file__).resolve().parents[2] / "units"
 SERVICE = UNITS / "vllm-supervisor.service"
-
-needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
 
 def settings(unit: Path) -> Iterator[tuple[str, str, str]]:
@@ -47,7 +44,6 @@ def test_only_keys_that_the_oldest_systemd_knows(unit: Path) -> None:
     assert [(section, key) for section, key, _ in settings(unit) if key not in KEYS[section]] == []
 
 
-@needs_systemd
 def test_systemd_has_nothing_to_say(units: list[Path]) -> None:
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *map(str, units)], capture_output=True, text=True, check=False
@@ -55,7 +51,6 @@ def test_systemd_has_nothing_to_say(units: list[Path]) -> None:
     assert (done.stderr, done.stdout, done.returncode) == ("", "", 0)
 
 
-@needs_systemd
 def test_exposure(units: list[Path]) -> None:
     command = ["systemd-analyze", "security", "--no-pager", "--threshold=40", "--offline=true", str(units[0])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -123,7 +118,6 @@ def test_gateways_and_prometheus_reach_it_over_both_kinds_of_addresses() -> None
     assert [key for _, key, _ in settings(SERVICE) if key.startswith(("IPAddress", "SocketBind"))] == []
 
 
-@pytest.mark.skipif(shutil.which("perl") is None, reason="perl is not installed")
 @pytest.mark.parametrize(
     ("unit", "kept"),
     [
