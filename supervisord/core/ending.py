@@ -101,10 +101,10 @@ def drain(turn: Turn, engine: Engine, after: After, cause: Reason, *, recoverabl
 
 
 def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) -> None:
-    """Nothing in flight, seen after the drain began: go on."""
+    """Nothing in flight, seen when no gateway sends any more: go on."""
     sample = seen.sample
     idle = sample.running == 0 and sample.waiting == 0
-    if phase.after is After.HOLD or not idle or sample.at < engine.since:
+    if phase.after is After.HOLD or not idle or sample.at < engine.since + engine.spec.drain_min_s:
         return
     if phase.recoverable and is_low(engine.spec, sample) is False and engine.running_plan_id == engine.plan_id:
         turn.enter(engine, Ready(engine.lasting))

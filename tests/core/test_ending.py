@@ -369,6 +369,14 @@ def test_a_sample_from_before_the_drain_says_nothing() -> None:
     play.sample(running=0, waiting=0).is_(State.STOPPING)
 
 
+def test_an_idle_engine_stays_until_gateways_have_seen_its_drain() -> None:
+    play = draining(drain_min_s=5.0)
+    for _ in range(4):
+        play.wake().does(Probe("a", 1)).sample(running=0, waiting=0).does_nothing().is_(State.DRAINING)
+    assert play.now == T0 + 4
+    play.wake().sample(running=0, waiting=0).is_(State.STOPPING)
+
+
 def test_a_drain_looks_every_second() -> None:
     play = draining()
     for n in range(1, 30):
