@@ -65,8 +65,8 @@ class Ownership:
 class Ended:
     """How a main process ended; `code` and `signal` are None when nobody knows.
 
-    `stopped_by`: who had it stopped, when that was not the daemon ("systemctl stop vllm-engine-a.service"); `again`: that
-    was a restart.
+    `stopped_by`: who had it stopped, when that was not the daemon ("systemctl stop vllm-engine-a.service");
+    `again`: that was a restart.
     """
 
     code: int | None
