@@ -30,7 +30,8 @@ def test_it_is_up_after_the_installation(machine: Machine, packages: Packages) -
         "UnitFileState": "enabled",
         "Type": "notify",
     }
-    assert node.machine.run("vllm-supervisor", "status").stdout.startswith("no engines are configured")
+    told = node.machine.run("vllm-supervisor", "status").stdout
+    assert told.startswith("0 of 0 wanted engines ready\n\nno engines are configured\n\n")
     assert node.machine.run("stat", "-c", "%a %G", "/run/vllm-supervisor/control.sock").stdout == "660 vllm-admin\n"
 
 
