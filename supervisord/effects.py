@@ -198,7 +198,16 @@ class NodeEffects:
         def tell() -> None:
             end, words = self._launcher.ended(engine, generation, code, signal), self._last_words(engine)
             self._inbox.put(
-                Exited(engine, generation, end.code, end.signal, words, end.oom_killed, stopped_by=end.stopped_by)
+                Exited(
+                    engine,
+                    generation,
+                    end.code,
+                    end.signal,
+                    words,
+                    end.oom_killed,
+                    stopped_by=end.stopped_by,
+                    again=end.again,
+                )
             )
 
         # On the engine's own lane, so that the observation of a spawn always comes before that of its exit.

@@ -512,6 +512,16 @@ def test_who_stops_its_unit_is_an_operator(state: str) -> None:
     assert exit_class(play) is ExitClass.STOPPED
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_who_restarts_its_unit_is_an_operator_too(state: str) -> None:
+    seen = Exited("a", 1, None, None, stopped_by="systemctl restart a", again=True)
+    play = STATES[state]().see(seen).does(Abandon, Sweep).says("stopping")
+    play.see(Swept("a", 1)).is_(State.STARTING)
+    assert play.engine().wanted
+    assert not play.engine().restart_times
+    assert exit_class(play) is ExitClass.STOPPED
+
+
 def test_a_stop_of_its_unit_wins_over_a_restart_under_way() -> None:
     play = ready().ask(Op.RESTART).see(Exited("a", 1, 0, None, stopped_by="systemctl stop a"))
     play.see(Swept("a", 1)).is_(State.STOPPED)

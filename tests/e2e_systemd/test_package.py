@@ -30,8 +30,7 @@ def test_it_is_up_after_the_installation(machine: Machine, packages: Packages) -
         "UnitFileState": "enabled",
         "Type": "notify",
     }
-    told = node.machine.run("vllm-supervisor", "status").stdout
-    assert told.startswith("0 of 0 wanted engines ready\n\nno engines are configured\n\n")
+    assert "no engines are configured" in node.machine.run("vllm-supervisor", "status").stdout.splitlines()
     assert node.machine.run("stat", "-c", "%a %G", "/run/vllm-supervisor/control.sock").stdout == "660 vllm-admin\n"
 
 
