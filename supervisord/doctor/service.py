@@ -140,7 +140,8 @@ def stop_time(facts: Facts) -> Iterator[Finding]:
         text = f"TimeoutStopSec is {told}: systemd may kill the daemon before it has asked for more time"
         yield warn(text, "systemctl edit vllm-supervisor: TimeoutStopSec=120")
     else:
-        yield ok(f"TimeoutStopSec is {told}, prolonged while engines end (drain and stop: up to {longest:g} s)")
+        needs = f" (drain and stop: up to {longest:g} s)" if longest else ""
+        yield ok(f"TimeoutStopSec is {told}, prolonged while engines end{needs}")
 
 
 def needrestart(facts: Facts) -> Iterator[Finding]:

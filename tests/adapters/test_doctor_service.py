@@ -137,7 +137,10 @@ def test_the_unit_without_systemd_or_without_an_answer(box: Sick) -> None:
 
 def test_the_time_to_stop(box: Sick) -> None:
     box.unit = UNIT
-    assert box.one("stop_time")[0] is OK
+    box.text = '[engine.q]\nmodel = "org/model"\nport = 8001\n'
+    assert box.one("stop_time")[1].endswith("prolonged while engines end (drain and stop: up to 90 s)")
+    box.text = ""
+    assert box.one("stop_time")[1].endswith("prolonged while engines end")
     box.unit = UNIT | {"TimeoutStopUSec": "10s"}
     verdict, text, remedy = box.one("stop_time")
     assert verdict is WARN
