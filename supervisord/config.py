@@ -185,7 +185,8 @@ def _content(path: Path) -> dict[str, Any] | Problem:
     try:
         text = _text(path)
     except OSError as error:
-        remedy = "name an existing file" if isinstance(error, FileNotFoundError) else "correct its owner and mode"
+        known = {FileNotFoundError: "name an existing file", PermissionError: "correct its owner and mode"}
+        remedy = known.get(type(error), "look at it, or name another file")
         return _file_problem(path, f"cannot read {path}: {error.strerror}", remedy)
     except UnicodeDecodeError as error:
         return _file_problem(path, f"cannot read {path}: byte {error.start} is not UTF-8", "save it as UTF-8")
