@@ -407,7 +407,11 @@ def test_a_port_names_its_holder(place: Place) -> None:
             "gpus": [],
         }
         assert place.box.one("port")[0] is FAIL
-    place.box.daemon = DOWN
+        place.box.daemon = DOWN
+        place.box.process(os.getpid(), "vllm", cgroup="/vllm.slice/vllm-engine-q.service")
+        text = f"port {port} is the engine's own (pid {os.getpid()}); it outlives its daemon, the next one adopts it"
+        found = next(finding for finding in place.box.ask("port") if finding.subject == "engine q")
+        assert (found.verdict, found.message) == (OK, text)
     found = next(finding for finding in place.box.ask("port") if finding.subject == "engine q")
     assert (found.verdict, found.message) == (OK, f"port {port} is free")
 
