@@ -35,7 +35,6 @@ SPECIAL: Final = {
     ("[engine.X.restart]", "free_blocks_min"): "`100`",
 }
 TABLES_OF_THEIR_OWN: Final = frozenset({"args", "env"})
-PENDING: Final = "accepted; not acted on yet"
 INTRO: Final = f"""\
 The daemon reads the file that `--config` names (`/etc/vllm-supervisor/config.toml`), then `conf.d/*.toml` beside it
 in alphabetical order. Tables merge, arrays replace. `[engine_defaults]` has the keys of an engine and is merged under
@@ -57,7 +56,6 @@ class Key(NamedTuple):
     default: str
     bounds: str
     doc: str
-    pending: bool
 
 
 class Table(NamedTuple):
@@ -89,7 +87,7 @@ def _keys(title: str, fields: tuple[dataclasses.Field[Any], ...]) -> Iterator[Ke
         about = field.metadata
         if "doc" in about and field.name not in TABLES_OF_THEIR_OWN:
             default = SPECIAL.get((title, field.name), _default_of(field))
-            yield Key(field.name, default, _bounds_of(about), about["doc"], about["pending"])
+            yield Key(field.name, default, _bounds_of(about), about["doc"])
 
 
 def _default_of(field: dataclasses.Field[Any]) -> str:
@@ -125,7 +123,7 @@ def markdown() -> str:
     for table in tables():
         parts += [f"\n## `{table.title}`\n\n{table.text}\n\n| key | default | range | meaning |", "|---|---|---|---|"]
         for key in table.keys:
-            doc = key.doc.replace("|", "\\|") + (f" *({PENDING})*" if key.pending else "")
+            doc = key.doc.replace("|", "\\|")
             parts.append(f"| `{key.name}` | {key.default} | {key.bounds} | {doc} |")
     parts += [f"\n## Events\n\n{EVENTS}\n", "| group | kinds |", "|---|---|"]
     parts += [f"| `{name}` | {members} |" for name, members in groups()]
@@ -161,7 +159,7 @@ def _sentence(key: Key) -> str:
     text = key.doc[:1].upper() + key.doc[1:] + "."
     if key.bounds:
         text += f" From {key.bounds}."
-    return f"{text} {PENDING[:1].upper()}{PENDING[1:]}." if key.pending else text
+    return text
 
 
 def _marked(text: str) -> str:

@@ -33,7 +33,7 @@ import deb_libraries  # noqa: E402 - the same
 from supervisord import __version__  # noqa: E402 - the same
 
 LIB: Final = "usr/lib/vllm-supervisor"
-SHARE: Final = "usr/share/vllm-supervisor/scripts"
+SHARE: Final = "usr/share/vllm-supervisor"
 DOC: Final = "usr/share/doc/vllm-supervisor"
 MAINTAINER: Final = ("postinst", "prerm", "postrm")
 PACKAGE_FILES: Final = frozenset({".py", ".toml", ".json", ".typed"})
@@ -51,14 +51,16 @@ FILES: Final = (
     ("units/vllm-supervisor.tmpfiles", "usr/lib/tmpfiles.d/vllm-supervisor.conf", 0o644),
     ("units/vllm-supervisor.needrestart", "etc/needrestart/conf.d/vllm-supervisor.conf", 0o644),
     ("packaging/vllm-supervisor.catalog", "usr/lib/systemd/catalog/vllm-supervisor.catalog", 0o644),
-    ("scripts/install-vllm", f"{SHARE}/install-vllm", 0o755),
-    ("scripts/lib.sh", f"{SHARE}/lib.sh", 0o644),
+    ("packaging/prometheus/vllm-supervisor.rules.yml", f"{SHARE}/prometheus/vllm-supervisor.rules.yml", 0o644),
+    ("packaging/grafana/vllm-supervisor.json", f"{SHARE}/grafana/vllm-supervisor.json", 0o644),
+    ("scripts/install-vllm", f"{SHARE}/scripts/install-vllm", 0o755),
+    ("scripts/lib.sh", f"{SHARE}/scripts/lib.sh", 0o644),
 )
 FOLDERS: Final = (
     # (in the repository, which files, in the package)
-    ("scripts", "*.constraints", SHARE),
+    ("scripts", "*.constraints", f"{SHARE}/scripts"),
     ("docs", "*.md", DOC),
-    ("docs/examples", "*.toml", f"{DOC}/examples"),
+    ("docs/examples", "*", f"{DOC}/examples"),
 )
 
 

@@ -38,6 +38,18 @@ is_root() { ((EUID == 0)); }
 
 # ---- system packages -------------------------------------------------------------------------------------------------
 
+readonly POLICY=/usr/sbin/policy-rc.d
+
+# quietly_installed PACKAGE…: no service that a package brings (Prometheus, HAProxy) is started because of us.
+quietly_installed() (
+  if [[ ! -e $POLICY ]]; then
+    trap 'rm -f "$POLICY"' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$POLICY"
+    chmod 755 "$POLICY"
+  fi
+  apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+)
+
 # install_packages WHY PACKAGE…: as root on a Debian system it installs them, otherwise it says what to install.
 install_packages() {
   local why=$1
@@ -48,7 +60,7 @@ install_packages() {
   say "installing from the system's packages: $*"
   local log
   log=$(mktemp)
-  if ! { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } >"$log" 2>&1; then
+  if ! quietly_installed "$@" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     rm -f "$log"
     die "cannot $why: apt-get could not install $* (its last lines are above); install it by hand and run this again"

@@ -18,6 +18,7 @@ from supervisord import __version__, applied
 from supervisord.applied import Chosen
 from supervisord.bugs import Bugs
 from supervisord.config import ConfigError, load
+from supervisord.config_checks import host_and_port
 from supervisord.control.listen import ListenError
 from supervisord.control.routes import EventPage, InJournal, LogChunk, Reloaded
 from supervisord.control.server import ControlServer
@@ -42,7 +43,7 @@ from supervisord.gpu.client import GpuProbe
 from supervisord.history import History
 from supervisord.history_answers import HistoryAnswers, stamp
 from supervisord.lanes import Lanes
-from supervisord.launcher import launchers
+from supervisord.launcher import launchers, ports
 from supervisord.launcher.base import ManagerError, StateDirBusy, StateDirError, log_identifier
 from supervisord.launcher.choice import no_systemd
 from supervisord.launcher.statedir import lock_state_dir
@@ -55,6 +56,9 @@ from supervisord.systemd import journal as journald
 from supervisord.systemd.kmsg import Kmsg
 from supervisord.systemd.notify import Notifier
 from supervisord.voice import Voice, tell_of_history
+from supervisord.web.metrics import Page, Source
+from supervisord.web.server import Hooks, WebServer
+from supervisord.web.site import Site
 from supervisord.webhook.notifier import Webhooks
 
 EXIT_OK: Final = 0
@@ -197,15 +201,18 @@ class Daemon:
                 state=self._state,
                 answer=self._replies.answer,
                 resync=self._schedule.resync,
+                looked=voice.figures.looked,
             )
         )
-        self._loop = Loop(node, self._inbox, self._effects, observe=history.observe)
-        self._control = ControlServer(spec.supervisor.socket, self, self._on_control_error)
+        self._loop = Loop(node, self._inbox, self._effects, observe=history.observe, timed=voice.figures.turned)
+        self._control = ControlServer(spec.supervisor.socket, self, self._on_server_error)
+        self._web = self._web_server(spec.supervisor.listen)
 
     def run(self) -> int:
         """Serve until the loop has ended everything."""
         spec = self._loop.node.spec.supervisor
         self._control.start()
+        self._web.start()
         # A handler interrupts the loop at any point, also where it holds a lock: it may only put into a queue.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda seen, _: self._ends.put(seen))
@@ -231,6 +238,7 @@ class Daemon:
 
     def _close(self) -> None:
         self._control.close()
+        self._web.close()
         self._schedule.stop()
         flushed = Event()
         self._lanes.submit("state", flushed.set)
@@ -246,6 +254,17 @@ class Daemon:
             applied.save(self._state_dir, tables)
         except OSError as error:
             self._on_trouble(f"cannot keep the configuration for a daemon that finds a bad one: {error.strerror}")
+
+    def _web_server(self, address: str) -> WebServer:
+        """What gateways and Prometheus ask; it reads the board, never the loop."""
+        source = Source(
+            node=lambda: self._board.read()[1],
+            document=lambda node, now: status.of(node, now, time.time(), stamp),
+            figures=self._voice.figures,
+            lost=self._voice.lost,
+        )
+        site = Site(source.node, Page(source), as_root=self._as_root)
+        return WebServer(host_and_port(address), site, Hooks(self._voice.tell, self._on_server_error, ports.holder))
 
     def _first_node(self, spec: NodeSpec, config_error: str | None) -> Node:
         saved, same_boot = self._state.load()
@@ -282,7 +301,7 @@ class Daemon:
     def _on_no_kmsg(self, reason: str) -> None:
         self._voice.tell("kmsg", f"{reason}: faults of GPUs are heard of from NVML alone", Severity.INFO)
 
-    def _on_control_error(self, where: str, error: Exception) -> None:
+    def _on_server_error(self, where: str, error: Exception) -> None:
         self._on_bug(where, error)
 
     def _on_bug(self, where: Hashable, error: BaseException) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import combinations
-from typing import Any, Final
+from typing import Final
 
 from supervisord import config_gpus, config_notify
 from supervisord.config_flags import variable_findings
@@ -51,6 +50,7 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
         yield from _gpus(engine, at)
         yield from _files(engine, at)
         yield from _names(engine, at)
+        yield from _drain(engine, at)
         yield from _restart(engine.restart, (*at, "restart"))
         yield from _temporary_directory(spec.supervisor.state_dir, engine.name)
         for name, value in engine.env.items():
@@ -63,29 +63,17 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:
     """What works, but probably not as it is meant."""
-    yield from _pending(spec.supervisor, ("supervisor",))
-    yield from _pending(spec.gpu, ("gpu",))
     yield from config_gpus.perhaps_too_much(spec)
     for receiver in spec.notify.values():
         yield from config_notify.warnings(receiver)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
-        yield from _pending(engine, at)
-        for table in ("probe", "restart", "slo"):
-            yield from _pending(getattr(engine, table), (*at, table))
         for gpu in filter(config_gpus.GPU_INDEX.fullmatch, engine.gpus):
             message = "an index can mean another GPU after a reboot"
             yield _finding((*at, "gpus"), gpu, message, "write its UUID (nvidia-smi -L)")
         if _socket_bytes(spec.supervisor.state_dir, engine.name, generation_digits=4) > SUN_PATH_BYTES:
             message = "its starts can fail once its generation number has four digits: paths of sockets get too long"
             yield Finding(at, message, "shorten supervisor.state_dir or the name of the engine")
-
-
-def _pending(table: Any, at: Parts) -> Iterator[Finding]:
-    """Keys that somebody set and that this release only validates."""
-    for field in fields(table):
-        if field.metadata.get("pending") and getattr(table, field.name) not in (field.default, {}, ""):
-            yield Finding((*at, field.name), "this release checks it", "nothing acts on it yet")
 
 
 def valid_engine_name(name: str) -> bool:
@@ -117,6 +105,10 @@ def _supervisor(spec: SupervisorSpec) -> Iterator[Finding]:
     if spec.listen and host_and_port(spec.listen) is None:
         remedy = 'write for example "127.0.0.1:9401" or "[::1]:9401", or "" for none'
         yield _finding(("supervisor", "listen"), spec.listen, 'must be "HOST:PORT" with a port from 1 to 65535', remedy)
+    if spec.metrics_token_file is not None and not spec.metrics_token_file.startswith("/"):
+        # The value is not shown: it may be the token itself.
+        at = ("supervisor", "metrics_token_file")
+        yield Finding(at, "must be the absolute path of a file that holds the token")
 
 
 def _socket_bytes(state_dir: str, engine: str, generation_digits: int) -> int:
@@ -203,6 +195,14 @@ def _names(engine: EngineSpec, at: Parts) -> Iterator[Finding]:
         if name is not None and not valid_engine_name(name):
             message = "must begin with a letter or digit and go on with at most 31 of a-z, 0-9, _ and -"
             yield _finding((*at, key), name, message)
+
+
+def _drain(engine: EngineSpec, at: Parts) -> Iterator[Finding]:
+    if engine.drain_min_s > engine.drain_timeout_s:
+        limit = (*at, "drain_timeout_s")
+        message = f"must not be more than drain_timeout_s ({engine.drain_timeout_s:g})"
+        remedy = "raise drain_timeout_s or lower this"
+        yield _finding((*at, "drain_min_s"), engine.drain_min_s, message, remedy, related=(limit,))
 
 
 def _restart(spec: RestartSpec, at: Parts) -> Iterator[Finding]:

@@ -64,12 +64,11 @@ class SecretError(Exception):
 
 def file_findings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
     """Files that the configuration names and that are not there, or not as they have to be."""
+    yield from _key_file(spec.supervisor.metrics_token_file, ("supervisor", "metrics_token_file"), as_root=as_root)
     for engine in spec.engines.values():
         at = ("engine", engine.name)
         yield from _model(engine, at)
-        key_file = engine.api_key_file or ""
-        if key_file.startswith("/") and (wrong := key_file_problem(key_file, as_root=as_root)) is not None:
-            yield Finding((*at, "api_key_file"), *wrong, value=f'"{printable(key_file)}"')
+        yield from _key_file(engine.api_key_file, (*at, "api_key_file"), as_root=as_root)
         for file in engine.warmup.prime:
             # Not Path.is_file: it raises for a path that is too long or that we may not look at.
             if file.startswith("/") and not (os.path.isfile(file) and os.access(file, os.R_OK)):  # noqa: PTH113
@@ -77,6 +76,11 @@ def file_findings(spec: NodeSpec, *, as_root: bool) -> Iterator[Finding]:
                 yield Finding((*at, "warmup", "prime"), message, "correct or remove it", shown(file))
     for receiver in spec.notify.values():
         yield from _receiver(receiver, as_root=as_root)
+
+
+def _key_file(path: str | None, at: Parts, *, as_root: bool) -> Iterator[Finding]:
+    if path and path.startswith("/") and (wrong := key_file_problem(path, as_root=as_root)) is not None:
+        yield Finding(at, *wrong, value=f'"{printable(path)}"')
 
 
 def model_problem(model: str) -> str | None:
@@ -135,6 +139,14 @@ def read_secret(path: str, *, as_root: bool) -> str:
     if wrong is not None:
         raise SecretError(*wrong)
     return content.decode(errors="replace")
+
+
+def read_key(path: str, *, as_root: bool) -> str:
+    """The one key, or token, that a file holds. Raises SecretError."""
+    key = read_secret(path, as_root=as_root).strip()
+    if not (key.isascii() and key.isprintable() and key) or " " in key:
+        raise SecretError("it does not hold one key of printable ASCII characters", "put the key alone into it")
+    return key
 
 
 def _receiver(receiver: NotifySpec, *, as_root: bool) -> Iterator[Finding]:

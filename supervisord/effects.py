@@ -85,6 +85,8 @@ class Parts:
     answer: Callable[[Reply], None]
     resync: Callable[[], None]
     """Start the schedule over if the wall clock was set back; cheap, called after every turn."""
+    looked: Callable[[str, float], None]
+    """Hears of each look at an engine how many seconds it took."""
 
 
 class NodeEffects:
@@ -102,6 +104,7 @@ class NodeEffects:
         self._state = parts.state
         self._answer = parts.answer
         self._resync = parts.resync
+        self._looked = parts.looked
         self._saved: dict[str, durable.Saved] = {}
         self._pending: dict[str, durable.Saved] = {}
         self._pending_gone: set[str] = set()
@@ -195,7 +198,16 @@ class NodeEffects:
         def tell() -> None:
             end, words = self._launcher.ended(engine, generation, code, signal), self._last_words(engine)
             self._inbox.put(
-                Exited(engine, generation, end.code, end.signal, words, end.oom_killed, stopped_by=end.stopped_by)
+                Exited(
+                    engine,
+                    generation,
+                    end.code,
+                    end.signal,
+                    words,
+                    end.oom_killed,
+                    stopped_by=end.stopped_by,
+                    again=end.again,
+                )
             )
 
         # On the engine's own lane, so that the observation of a spawn always comes before that of its exit.
@@ -334,6 +346,7 @@ class NodeEffects:
                 known = self._probes[name] = (made_for, EngineProbe(spec.host, spec.port, spec.probe.timeout_s))
             with self._looking.passing():
                 sample = self._look(name, known[1], host=action.host)
+            self._looked(name, time.monotonic() - sample.at)
             self._inbox.put(Sampled(name, generation, sample))
 
         self._lanes.submit(("probe", name), job, only_if_idle=True)

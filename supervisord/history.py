@@ -78,6 +78,10 @@ class History:
             return
         self._queue.put(Told(record, time.time(), time.monotonic()))
 
+    def lost(self) -> tuple[int, int]:
+        """See `Losses.totals`."""
+        return self._losses.totals()
+
     def page(self, engine: str | None, since: float | None, after: int | None, limit: int) -> Page:
         """See `Reader.page`; without `after` all that was told before is in it. Raises UnreadableError."""
         if after is None:

@@ -57,6 +57,8 @@ class Losses:
         self._told = 0
         self._seen = 0
         self._why = ""
+        self._events = 0
+        self._observations = 0
 
     def add(self, why: str, *, told: int = 0, seen: int = 0) -> None:
         """Count; the last reason is the one that is said."""
@@ -64,6 +66,13 @@ class Losses:
             self._told += told
             self._seen += seen
             self._why = why
+            self._events += told
+            self._observations += seen
+
+    def totals(self) -> tuple[int, int]:
+        """Events and observations that were lost since the daemon started."""
+        with self._lock:
+            return self._events, self._observations
 
     def take(self) -> str | None:
         """All of it in one sentence, once; None when nothing was lost."""

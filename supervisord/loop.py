@@ -63,6 +63,7 @@ class Loop:
     """Takes observations one at a time and lets the core decide.
 
     `observe` hears of each before that, with the node as it is and the time: what it takes to decide the same again.
+    `timed` hears of each turn how many seconds it took.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class Loop:
         effects: Effects,
         clock: Callable[[], float] = time.monotonic,
         observe: Observe | None = None,
+        timed: Callable[[float], None] | None = None,
     ) -> None:
         self.node = node
         self._inbox = inbox
         self._effects = effects
         self._clock = clock
         self._observe = observe
+        self._timed = timed
         self.finished = False
 
     def run(self) -> None:
@@ -98,6 +101,8 @@ class Loop:
             else:
                 self._effects.perform(action, self.node)
         self._effects.end(self.node)
+        if self._timed is not None:
+            self._timed(self._clock() - now)
 
     def _next(self) -> Observation:
         wakeup = reducer.wakeup(self.node)

@@ -1,4 +1,4 @@
-"""Telling people: at once in the log, for later in the history, and those far away by webhooks."""
+"""Telling people: in the log, in the history for later, far away by webhooks, and in sum in the metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from supervisord.core.messages import Record, Severity
 from supervisord.core.spec import NotifySpec
+from supervisord.figures import Figures
 from supervisord.history import History
 from supervisord.log import Journal
 from supervisord.webhook.notifier import Webhooks
@@ -17,12 +18,14 @@ class Voice:
     def __init__(self, journal: Journal, history: History, webhooks: Webhooks) -> None:
         self._journal = journal
         self._history = history
+        self.figures = Figures()
         self.webhooks = webhooks
 
     def write(self, record: Record) -> None:
         """Tell what was decided."""
         self._journal.write(record)
         self._history.record(record)
+        self.figures.heard(record)
         self.webhooks.offer(record)
 
     def tell(
@@ -36,6 +39,11 @@ class Voice:
     ) -> None:
         """Tell something that is not a decision of the core."""
         self.write(Record(kind=kind, message=message, severity=severity, engine=engine, reason=reason))
+
+    def lost(self) -> dict[str, int]:
+        """What did not reach the log and the history since the daemon started, by what it was."""
+        events, observations = self._history.lost()
+        return {"log_line": self._journal.dropped, "event": events, "observation": observations}
 
     def notify(self, specs: Mapping[str, NotifySpec]) -> list[str]:
         """Tell these receivers from now on; what that changes, in sentences."""

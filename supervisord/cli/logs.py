@@ -6,7 +6,6 @@ import argparse
 import codecs
 import os
 import sys
-from pathlib import Path
 
 from supervisord.cli import DENIED, NO, OK, complain, render
 from supervisord.control.client import ANSWER_S, RefusedError, engine_target, get
@@ -126,6 +125,8 @@ def _journal(identifier: str, lines: int, *, follow: bool) -> int:
 
 def _may_read_journal() -> bool:
     """Whether journald lets us; if not, journalctl would show an empty log, or that of ourselves."""
+    from pathlib import Path  # noqa: PLC0415 - costs as much as the rest of the command, and few are turned away
+
     found = [path for folder in JOURNALS for path in Path(folder).glob("*/system.journal")]
     return not found or any(os.access(path, os.R_OK) for path in found)
 

@@ -28,9 +28,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Protocol, TypeVar
 
-from supervisord.control.wire import HttpError, Request, Response
 from supervisord.core.messages import Answer, GpuOp, Op
 from supervisord.core.spec import ENGINE_NAME_PATTERN
+from supervisord.http_wire import HttpError, Request, Response
 
 T = TypeVar("T")
 

@@ -141,7 +141,10 @@ ASKED: Final[Mapping[str, Entry]] = {
     "operator": ("somebody asked for it", "who and when: vllm-supervisor events --engine {name}"),
     "reload": ("a reload changed how it is launched", "what it is now: vllm-supervisor plan {name}"),
     "daemon_ending": ("the daemon ended, and its engines with it", "systemctl start vllm-supervisor"),
-    "stopped_outside": ("somebody stopped its unit", "when it is wanted again: vllm-supervisor start {name}"),
+    "stopped_outside": (
+        "somebody stopped or restarted its unit",
+        "when it is wanted again: vllm-supervisor start {name}",
+    ),
 }
 """Causes that people are, or know."""
 

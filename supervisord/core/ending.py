@@ -101,10 +101,10 @@ def drain(turn: Turn, engine: Engine, after: After, cause: Reason, *, recoverabl
 
 
 def on_drain_sample(turn: Turn, engine: Engine, phase: Draining, seen: Sampled) -> None:
-    """Nothing in flight, seen after the drain began: go on."""
+    """Nothing in flight, seen when no gateway sends any more: go on."""
     sample = seen.sample
     idle = sample.running == 0 and sample.waiting == 0
-    if phase.after is After.HOLD or not idle or sample.at < engine.since:
+    if phase.after is After.HOLD or not idle or sample.at < engine.since + engine.spec.drain_min_s:
         return
     if phase.recoverable and is_low(engine.spec, sample) is False and engine.running_plan_id == engine.plan_id:
         turn.enter(engine, Ready(engine.lasting))
@@ -210,14 +210,18 @@ def _exited_while_stopping(turn: Turn, engine: Engine, phase: Stopping, seen: Ex
 
 
 def _stopped_outside(turn: Turn, engine: Engine, seen: Exited, by: str) -> None:
-    """Somebody stopped it past the daemon: that counts as an operator's stop, and costs no budget."""
+    """Somebody stopped or restarted it past the daemon: that counts as an operator's wish, and costs no budget."""
     name = engine.spec.name
-    cause = Reason("stopped_outside", f"stopped by {by}; start it again with: vllm-supervisor start {name}")
+    text = f"stopped by {by}; start it again with: vllm-supervisor start {name}"
+    if seen.again:
+        text = f"ended by {by}, and is started again; vllm-supervisor restart {name} would let its requests finish"
+    cause = Reason("stopped_outside", text)
     turn.record("stopping", engine, f"{name} was {cause.message}", severity=Severity.NOTICE, reason=cause)
-    engine = replace(engine, wanted=False, last_exit=_asked_exit(engine, cause, seen.code, seen.signal, turn.now))
+    last_exit = _asked_exit(engine, cause, seen.code, seen.signal, turn.now)
+    engine = replace(engine, wanted=seen.again, last_exit=last_exit)
     turn.do(Abandon(name, engine.generation))
-    give_up_at = turn.now + UNKILLABLE_AFTER_S
-    _sweep(turn, engine, Stopping(After.STOP, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
+    after, give_up_at = After.START if seen.again else After.STOP, turn.now + UNKILLABLE_AFTER_S
+    _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
 
 
 def _asked_exit(engine: Engine, cause: Reason, code: int | None, number: int | None, now: float) -> LastExit:

@@ -31,7 +31,7 @@ _GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "daemon": (
         *("daemon_started", "daemon_ending", "daemon_ended", "bug", "trouble", "history"),
         *("cannot_listen", "cannot_use_state_dir", "cannot_use_systemd"),
-        *("notify_failing", "notify_lost", "notify_recovered"),
+        *("notify_failing", "notify_lost", "notify_recovered", "web_failed", "web_listening"),
     ),
 }
 
@@ -44,7 +44,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         *("gpu_driver_trouble", "gpu_driver_ready", "gpu_telemetry_unresponsive", "gpu_telemetry_answers"),
         *("config_error", "bug", "trouble", "history"),
         *("cannot_listen", "cannot_use_state_dir", "cannot_use_systemd"),
-        *("notify_failing", "notify_lost", "notify_recovered"),
+        *("notify_failing", "notify_lost", "notify_recovered", "web_failed"),
     ),
     **_GROUPS,
     ALL: tuple(sorted(KINDS)),

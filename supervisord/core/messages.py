@@ -123,6 +123,8 @@ class Exited:
     oom_killed: bool = False
     stopped_by: str | None = None
     """Who had it stopped, past the daemon ("systemctl stop vllm-engine-a.service"): an operator's stop, no crash."""
+    again: bool = False
+    """That was a restart ("systemctl restart vllm-engine-a.service")."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,13 @@ def key(
     *,
     low: float | None = None,
     high: float | None = None,
-    pending: bool = False,
     repr: bool = True,  # noqa: A002 (as dataclasses.field calls it)
 ) -> Any:
     """One configuration key: its sentence for the reference, its default (none: required), its inclusive bounds.
 
-    `pending`: validated already, but this release does not act on it; whoever sets it is told. `repr` off: it may be a
-    secret.
+    `repr` off: it may be a secret.
     """
-    metadata = {"doc": doc, "low": low, "high": high, "pending": pending}
+    metadata = {"doc": doc, "low": low, "high": high}
     if default is ...:
         return field(metadata=metadata, repr=repr)
     if default is _EMPTY:
@@ -46,7 +44,10 @@ class SupervisorSpec:
 
     state_dir: str = key("where the daemon keeps what must survive it", "/var/lib/vllm-supervisor")
     socket: str = key("Unix socket of the control API", "/run/vllm-supervisor/control.sock")
-    listen: str = key('address of /ready and /metrics, "HOST:PORT"; "" turns both off', "127.0.0.1:9401", pending=True)
+    listen: str = key('address of /ready and /metrics, "HOST:PORT"; "" turns both off', "127.0.0.1:9401")
+    metrics_token_file: str | None = key(
+        "file with the token (Authorization: Bearer) with which other machines get /metrics; unset: they get none", None
+    )
     launcher: Literal["auto", "systemd", "plain"] = key(
         "how engines are run: transient systemd services, or child processes of the daemon", "auto"
     )
@@ -156,6 +157,12 @@ class EngineSpec:
     start_timeout_s: float = key("a start may stand still (no progress) for this long", 600.0, low=1, high=86400)
     start_timeout_max_s: float = key("a start may take this long in all", 3600.0, low=1, high=604_800)
     drain_timeout_s: float = key("requests in flight may finish for this long before a stop", 30.0, low=0, high=86400)
+    drain_min_s: float = key(
+        "a drain takes at least this long, so that a gateway sees it; longer than its checks take",
+        0.0,
+        low=0,
+        high=86400,
+    )
     stop_timeout_s: float = key("SIGKILL follows SIGTERM after this", 60.0, low=1, high=86400)
     args: Mapping[str, FlagValue] = key("flags of vllm serve, without dashes", _EMPTY)
     env: Mapping[str, str] = key("extra environment of the engine", _EMPTY)

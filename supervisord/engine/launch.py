@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from supervisord.config_problems import HIDDEN, Parts, locate, looks_secret, path_text, without_password
 from supervisord.config_users import ENGINE_USER, Account, account, may, own_account
-from supervisord.config_world import SecretError, model_problem, read_secret
+from supervisord.config_world import SecretError, model_problem, read_key
 from supervisord.core.model import LaunchPlan
 from supervisord.core.spec import EngineSpec, FlagValue
 from supervisord.engine import launch_env
@@ -273,13 +273,10 @@ def _search(path: str) -> int:
 def _read_key(path: str, *, as_root: bool, obstacles: list[Obstacle]) -> str | None:
     """The API key; None after it was said why not."""
     try:
-        key = read_secret(path, as_root=as_root).strip()
-        if key.isascii() and key.isprintable() and key and " " not in key:
-            return key
-        wrong = SecretError("it does not hold one key of printable ASCII characters", "put the key alone into it")
+        return read_key(path, as_root=as_root)
     except SecretError as error:
-        wrong = error
-    obstacles.append(Obstacle("api_key_file", f'cannot take the API key from "{path}": {wrong}; {wrong.remedy}'))
+        text = f'cannot take the API key from "{path}": {error}; {error.remedy}'
+        obstacles.append(Obstacle("api_key_file", text))
     return None
 
 

@@ -65,13 +65,15 @@ class Ownership:
 class Ended:
     """How a main process ended; `code` and `signal` are None when nobody knows.
 
-    `stopped_by`: who had it stopped, when that was not the daemon ("systemctl stop vllm-engine-a.service").
+    `stopped_by`: who had it stopped, when that was not the daemon ("systemctl stop vllm-engine-a.service");
+    `again`: that was a restart.
     """
 
     code: int | None
     signal: int | None
     oom_killed: bool = False
     stopped_by: str | None = None
+    again: bool = False
 
 
 class Launcher(Protocol):

@@ -11,6 +11,9 @@ from supervisord.launcher.units import CLD_EXITED, Units, UnitState, pauses
 START_S: Final = 30.0
 """From the order to the exec: milliseconds, unless PID 1 is busy or the disk hangs."""
 
+_STARTS: Final = frozenset({"start", "restart", "try-restart"})
+"""Types of jobs; one that restarts begins as a stop and goes on as a start."""
+
 _EXEC_FAILED: Final = range(200, 250)
 """Exit codes of systemd itself, for what it could not do before the exec (systemd.exec(5))."""
 
@@ -48,6 +51,16 @@ def ended(seen: UnitState, unit: str, oom_kills: int) -> Ended:
         oom_killed=oom_kills > 0 or seen.result == "oom-kill",
         stopped_by=stop_of(unit) if seen.was_stopped else None,
     )
+
+
+def begins_again(seen: UnitState, main_pid: int) -> bool:
+    """Whether somebody restarts a unit, whose process `main_pid` has ended: the job, or a process of its making."""
+    return seen.job in _STARTS or seen.main_pid not in {0, main_pid}
+
+
+def restart_of(unit: str) -> str:
+    """What somebody did who restarted an engine past the daemon."""
+    return f"systemctl restart {unit}"
 
 
 def stop_of(unit: str) -> str:

@@ -28,14 +28,19 @@ def _refusal(host: str, port: int, error: OSError | UnicodeError) -> GateError |
     where = f"cannot listen on port {port} of {host or 'all addresses'}"
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
-        found = [listener for listener in procfs.listeners(port) if _meets(listener.address, host)]
-        holder = _holder(found[0]) if found else "another process"
-        return GateError("port_held", f"{where}: it is held by {holder}; stop that one, or set another port")
+        who = holder(host, port) or "another process"
+        return GateError("port_held", f"{where}: it is held by {who}; stop that one, or set another port")
     if number == errno.EACCES:
         return LaunchError(ExitClass.CONFIG, f"{where}: only root may; set a port above 1023")
     # The address is not there (yet): a network that comes up late, a name that does not resolve.
     why = error.strerror if isinstance(error, OSError) else "that is no host name"
     return LaunchError(ExitClass.EXTERNAL, f"{where}: {why}; set host to an address of this machine")
+
+
+def holder(host: str, port: int) -> str | None:
+    """Who listens there, in words; None: nobody that can be seen."""
+    found = [listener for listener in procfs.listeners(port) if _meets(listener.address, host)]
+    return _holder(found[0]) if found else None
 
 
 def ownership(members: Iterable[int], host: str, port: int) -> Ownership:

@@ -196,6 +196,8 @@ class SystemdLauncher(CommonLauncher[Running]):
             with Units() as units:
                 for _ in pauses(time.monotonic() + STATUS_S):
                     seen = units.look(entry.unit)
+                    if seen is not None and outcome.begins_again(seen, entry.main.pid):
+                        return Ended(code, number, stopped_by=outcome.restart_of(entry.unit), again=True)
                     if seen is None or seen.active == "inactive":
                         return Ended(code, number, stopped_by=outcome.stop_of(entry.unit))
                     if seen.main_pid != entry.main.pid and seen.exit_code:

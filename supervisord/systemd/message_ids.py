@@ -67,5 +67,7 @@ MESSAGE_IDS: Final[Mapping[str, str]] = {
     "unkillable_gone": "040e68ad2af44fc1908365f351dc9207",
     "verdict": "cca4932e2dc04a1d9db962c9f53ebc4f",
     "waiting": "6e4eb4f9940d489d807e5f52710bc526",
+    "web_failed": "bfbb663b37b9410b9aaea635c8fc2929",
+    "web_listening": "10b2bb04e87f48879b24e645328af7d9",
     "xid": "dc32981968884158a2ab41b6c499d2a7",
 }

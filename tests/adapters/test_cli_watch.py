@@ -296,7 +296,7 @@ def test_changes_events_and_sizes_are_drawn_over_what_was_there(daemon: FakeDaem
 
 
 def test_a_daemon_that_goes_and_comes_back(daemon: FakeDaemon, tmp_path: Path) -> None:
-    with Terminal(daemon.socket) as terminal:
+    with Terminal(daemon.socket, columns=400) as terminal:  # the path of the socket may be long
         terminal.wait("q ends")
         daemon.server.close()
         seen = terminal.wait(r"cannot reach the daemon.*what follows was seen [0-9]+s ago.*q ends")

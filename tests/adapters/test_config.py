@@ -452,6 +452,24 @@ def test_saved_tables_give_the_same_specification(tmp_path: Path) -> None:
     assert parse(json.loads(saved), loaded.origins) == loaded.spec
 
 
+def test_the_token_of_the_metrics(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    text = f'[supervisor]\nmetrics_token_file = "{token}"\n{MINIMAL}'
+    with pytest.raises(ConfigError, match=r"cannot use supervisor\.metrics_token_file = .*: it is not there"):
+        read(tmp_path, text)
+    token.write_text("secret\n")
+    assert read(tmp_path, text).spec.supervisor.metrics_token_file == str(token)
+    with pytest.raises(ConfigError, match="must be the absolute path of a file that holds the token") as caught:
+        read(tmp_path, text.replace(str(token), "the-token-itself"))
+    assert "the-token-itself" not in str(caught.value)
+
+
+def test_a_drain_ends_after_it_may(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"drain_min_s = 31.*must not be more than drain_timeout_s \(30\)"):
+        read(tmp_path, MINIMAL + "drain_min_s = 31\n")
+    assert read(tmp_path, MINIMAL + "drain_min_s = 30\n").spec.engines["qwen"].drain_min_s == 30
+
+
 def test_files_may_be_missing_when_they_are_not_checked(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL.replace("org/model", "/nonexistent/model") + 'api_key_file = "/nonexistent/key"\n')
     with pytest.raises(ConfigError) as caught:

@@ -24,9 +24,9 @@ from supervisord.control import client, listen
 from supervisord.control.listen import ListenError
 from supervisord.control.routes import InJournal, Reloaded
 from supervisord.control.server import CONNECTIONS_MAX, ControlServer
-from supervisord.control.wire import BODY_MAX_BYTES, HEAD_MAX_BYTES, RESPONSE_MAX_BYTES, HttpError, read_request
 from supervisord.core.messages import Answer, Op
 from supervisord.core.model import Stopped
+from supervisord.http_wire import BODY_MAX_BYTES, HEAD_MAX_BYTES, RESPONSE_MAX_BYTES, HttpError, read_request
 from tests.adapters.fake_daemon import FakeDaemon, engine
 
 ME = f"uid {os.getuid()} pid {os.getpid()}"
@@ -189,7 +189,7 @@ def test_the_log_of_nobody_and_the_log_in_the_journal(daemon: FakeDaemon) -> Non
         ("GET", "/v1/status/", 404),
         ("GET", "/v1/../v1/status", 404),
         ("POST", "/v1/status", 405),
-        ("HEAD", "/v1/status", 405),
+        ("PUT", "/v1/status", 405),
         ("GET", "/v1/reload", 405),
         ("GET", "/v1/engines/qwen/stop", 405),
         ("POST", "/v1/engines/qwen/explode", 405),
@@ -580,7 +580,7 @@ def test_a_socket_that_somebody_else_made_meanwhile_is_left_to_them(tmp_path: Pa
 
 
 def test_accepting_goes_on_when_descriptors_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisord.control.server._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("supervisord.http_server._ACCEPT_AGAIN_S", 0.01)
     real = socket.socket.accept
     trouble = [OSError(errno.EMFILE, "Too many open files")] * 2
 

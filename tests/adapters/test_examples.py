@@ -28,6 +28,7 @@ CARDS = {
     "one-a100": GpuKind("ampere", "datacenter"),
     "eight-h100": GpuKind("hopper", "datacenter"),
     "two-engines": ADA,
+    "behind-haproxy": ADA,
 }
 """What each one is written for."""
 

@@ -178,6 +178,22 @@ def test_somebody_who_stopped_it_is_named() -> None:
     assert outcome.ended(state(left_active_us=8), UNIT, 0).stopped_by == f"systemctl stop {UNIT}, or of its slice"
 
 
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (state(job="restart"), True),
+        (state(job="start", active="inactive"), True),
+        (state(main_pid=8), True),
+        (state(), False),
+        (state(main_pid=7), False),
+        (state(job="stop"), False),
+        (state(job="reload", main_pid=7), False),
+    ],
+)
+def test_somebody_who_restarts_it(seen: UnitState, expected: bool) -> None:
+    assert outcome.begins_again(seen, 7) is expected
+
+
 def test_codes_of_systemd_itself() -> None:
     assert outcome.never_ran(state(exit_status=203))
     assert not outcome.never_ran(state(exit_status=1))

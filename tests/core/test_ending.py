@@ -369,6 +369,14 @@ def test_a_sample_from_before_the_drain_says_nothing() -> None:
     play.sample(running=0, waiting=0).is_(State.STOPPING)
 
 
+def test_an_idle_engine_stays_until_gateways_have_seen_its_drain() -> None:
+    play = draining(drain_min_s=5.0)
+    for _ in range(4):
+        play.wake().does(Probe("a", 1)).sample(running=0, waiting=0).does_nothing().is_(State.DRAINING)
+    assert play.now == T0 + 4
+    play.wake().sample(running=0, waiting=0).is_(State.STOPPING)
+
+
 def test_a_drain_looks_every_second() -> None:
     play = draining()
     for n in range(1, 30):
@@ -500,6 +508,16 @@ def test_who_stops_its_unit_is_an_operator(state: str) -> None:
     play = STATES[state]().see(Exited("a", 1, 0, None, stopped_by="systemctl stop a")).does(Abandon, Sweep)
     play.says("stopping").see(Swept("a", 1)).does().is_(State.STOPPED)
     assert not play.engine().wanted
+    assert not play.engine().restart_times
+    assert exit_class(play) is ExitClass.STOPPED
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_who_restarts_its_unit_is_an_operator_too(state: str) -> None:
+    seen = Exited("a", 1, None, None, stopped_by="systemctl restart a", again=True)
+    play = STATES[state]().see(seen).does(Abandon, Sweep).says("stopping")
+    play.see(Swept("a", 1)).is_(State.STARTING)
+    assert play.engine().wanted
     assert not play.engine().restart_times
     assert exit_class(play) is ExitClass.STOPPED
 

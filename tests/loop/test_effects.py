@@ -125,6 +125,7 @@ class Bench:
         self.state = StateFile(folder, lambda _: None)
         self.bugs: list[BaseException] = []
         self.resyncs: list[None] = []
+        self.looks: list[tuple[str, float]] = []
         self.node = new_node(node_spec(engine_spec("a", env={"HF_TOKEN": TOKEN, "SWITCH": "1"})))
         self.effects = NodeEffects(
             Parts(
@@ -139,6 +140,7 @@ class Bench:
                 state=self.state,
                 answer=lambda _: None,
                 resync=lambda: self.resyncs.append(None),
+                looked=lambda engine, seconds: self.looks.append((engine, seconds)),
             )
         )
 
@@ -195,6 +197,8 @@ def test_a_probe_is_kept_for_a_generation_and_a_timeout(bench: Bench) -> None:
     bench.probe(1)
     bench.probe(2)
     assert [(probe.timeout_s, probe.closed) for probe in FakeProbe.made] == [(15.0, True), (2.5, True), (2.5, False)]
+    assert len(bench.looks) >= 4
+    assert all(engine == "a" and 0 <= seconds < 60 for engine, seconds in bench.looks)
 
 
 def test_of_an_engine_that_is_gone_nothing_is_kept(bench: Bench) -> None:

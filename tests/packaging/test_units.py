@@ -113,6 +113,11 @@ def test_capabilities_that_are_needed() -> None:
     }
 
 
+def test_gateways_and_prometheus_reach_it_over_both_kinds_of_addresses() -> None:
+    assert {"AF_INET", "AF_INET6"} <= set(" ".join(values("RestrictAddressFamilies")).split())
+    assert [key for _, key, _ in settings(SERVICE) if key.startswith(("IPAddress", "SocketBind"))] == []
+
+
 @pytest.mark.parametrize(
     ("unit", "kept"),
     [

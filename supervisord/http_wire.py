@@ -1,7 +1,7 @@
 """One HTTP request and one response over a connected socket, each bounded in size and in total time.
 
 Not http.server: its timeouts are per read (a client that drips a byte a second is served for hours), its limits are
-per header, and the peer's credentials are out of its sight. One request a connection is all that the API needs.
+per header, and the peer's credentials are out of its sight. One request a connection is all that our servers need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESPONSE_MAX_BYTES: Final = 8 * 1024 * 1024
 
 _END_OF_HEAD: Final = b"\r\n\r\n"
 _REQUEST_LINE: Final = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
-_HEADER: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~]*?)[ \t]*")
+_HEADER: Final = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~]*)")
 _LENGTH: Final = re.compile(r"[0-9]{1,18}")
 
 
@@ -36,12 +36,13 @@ class HttpError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`segments` are the parts of the path between slashes, as sent."""
+    """`segments` are the parts of the path between slashes, as sent; names of headers are in lower case."""
 
     method: str
     segments: tuple[str, ...]
     query: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class Response:
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """The whole response, ready to send."""
+    def encode(self, *, head_only: bool = False) -> bytes:
+        """The whole response, ready to send; `head_only` is the answer to HEAD."""
         fields = {
             "Content-Type": self.content_type,
             "Content-Length": str(len(self.body)),
@@ -62,7 +63,7 @@ class Response:
             **self.headers,
         }
         lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}", *(f"{k}: {v}" for k, v in fields.items())]
-        return "\r\n".join(lines).encode("ascii") + _END_OF_HEAD + self.body
+        return "\r\n".join(lines).encode("ascii") + _END_OF_HEAD + (b"" if head_only else self.body)
 
 
 def read_request(sock: socket.socket, deadline: float) -> Request | None:
@@ -82,13 +83,13 @@ def read_request(sock: socket.socket, deadline: float) -> Request | None:
             "head_too_large",
             f"cannot read the request: its head is larger than {HEAD_MAX_BYTES} bytes",
         )
-    method, target, length = _parse_head(bytes(data[:end]))
+    method, target, headers, length = _parse_head(bytes(data[:end]))
     body = data[end + len(_END_OF_HEAD) :]
     while len(body) < length:
         if not _receive(sock, body, deadline):
             raise _malformed("it ends within its body")
     path, _, query = target.partition("?")
-    return Request(method, tuple(path[1:].split("/")), _parse_query(query), bytes(body[:length]))
+    return Request(method, tuple(path[1:].split("/")), _parse_query(query), bytes(body[:length]), headers)
 
 
 def send(sock: socket.socket, data: bytes, deadline: float) -> None:
@@ -113,8 +114,8 @@ def _receive(sock: socket.socket, into: bytearray, deadline: float) -> bool:
     return bool(chunk)
 
 
-def _parse_head(head: bytes) -> tuple[str, str, int]:
-    """Return method, target and length of the body."""
+def _parse_head(head: bytes) -> tuple[str, str, dict[str, str], int]:
+    """Return method, target, headers and length of the body."""
     try:
         first, *lines = head.decode("ascii").split("\r\n")
     except UnicodeDecodeError:
@@ -122,20 +123,23 @@ def _parse_head(head: bytes) -> tuple[str, str, int]:
     line = _REQUEST_LINE.fullmatch(first)
     if line is None:
         raise _malformed("its first line is no HTTP/1 request line")
-    lengths = set()
+    headers: dict[str, str] = {}
     for text in lines:
         header = _HEADER.fullmatch(text)
         if header is None:
             raise _malformed("one of its header lines is not a header")
-        name = header[1].lower()
+        name, value = header[1].lower(), header[2].strip(" \t")
         if name == "transfer-encoding":
             raise HttpError(
                 HTTPStatus.LENGTH_REQUIRED, "length_required", "cannot read the request: send a Content-Length instead"
             )
+        if headers.setdefault(name, value) == value:
+            continue
         if name == "content-length":
-            lengths.add(header[2])
-    length = lengths.pop() if lengths else "0"
-    if lengths or not _LENGTH.fullmatch(length):
+            raise _malformed("its Content-Length is not one number")
+        headers[name] += f", {value}"
+    length = headers.get("content-length", "0")
+    if not _LENGTH.fullmatch(length):
         raise _malformed("its Content-Length is not one number")
     if int(length) > BODY_MAX_BYTES:
         raise HttpError(
@@ -143,7 +147,7 @@ def _parse_head(head: bytes) -> tuple[str, str, int]:
             "body_too_large",
             f"cannot read the request: its body is larger than {BODY_MAX_BYTES} bytes",
         )
-    return line[1], line[2], int(length)
+    return line[1], line[2], headers, int(length)
 
 
 def _parse_query(query: str) -> dict[str, str]:
