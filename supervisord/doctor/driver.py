@@ -52,7 +52,8 @@ def loaded(facts: Facts) -> Iterator[Finding]:
     """Whether the kernel has a driver."""
     version, found = kernel_version(facts.box), cards(facts.box)
     if not facts.needs_driver:
-        yield ok("no NVIDIA GPU here, and no engine of the configuration needs one")
+        engines = "no engine of the configuration needs one" if facts.whole else "what engines need is not known"
+        yield ok(f"no NVIDIA GPU here, and {engines}")
     elif version is not None:
         kind = " (open)" if "Open" in (facts.box.text("/proc/driver/nvidia/version") or "") else ""
         yield ok(f"NVIDIA driver {version}{kind} is loaded")

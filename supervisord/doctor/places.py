@@ -95,6 +95,9 @@ def caches(facts: Facts) -> Iterator[Finding]:
 def state_dir(facts: Facts) -> Iterator[Finding]:
     """Whether the daemon can use its state directory, and engines get through it to theirs."""
     place = facts.node.supervisor.state_dir
+    if not facts.whole:
+        yield not_checked("the configuration says where it is, and cannot be read (check configuration)")
+        return
     try:
         status = os.stat(place)  # noqa: PTH116 (text)
     except FileNotFoundError:

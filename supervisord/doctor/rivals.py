@@ -17,6 +17,7 @@ from supervisord.doctor.findings import Finding, listed, not_checked, ok, warn
 
 _SERVES: Final = re.compile(r"\bvllm['\"]?\s+serve\b|\bvllm\.entrypoints\b")
 _VLLM: Final = re.compile(r"\bvllm(?!-supervisor)\b")
+_SHOWN: Final = 4
 _OURS: Final = re.compile(r"vllm-supervisor\.service|vllm-engine-.+\.service")
 _UNITS: Final = (
     "/etc/systemd/system",
@@ -109,7 +110,8 @@ def processes(facts: Facts) -> Iterator[Finding]:
     if ours is None:
         yield not_checked(f"{text}; only root and the daemon know which are its engines")
         return
-    remedy = f"ps -o pid,ppid,unit,lstart,args -p {','.join(map(str, foreign))} says who started them; end them there"
+    some = ",".join(map(str, foreign[:_SHOWN]))
+    remedy = f"ps -o pid,ppid,unit,lstart,args -p {some} says who started them; end them there"
     yield warn(f"{text}, and no engine of the supervisor", remedy)
 
 

@@ -230,6 +230,16 @@ def test_processes_that_serve_beside_the_engines(box: Sick) -> None:
     assert box.one("rival_processes")[0] is NOT_CHECKED
 
 
+@pytest.mark.parametrize("config", [Unknown("it may not be read", "denied"), None])
+def test_nothing_is_said_of_what_a_configuration_that_cannot_be_read_says(box: Sick, config: Unknown | None) -> None:
+    """The default state directory is well; whether it is the one that is used, nobody knows."""
+    box.without_driver(cards=False)
+    assert box.one("driver")[1] == "no NVIDIA GPU here, and no engine of the configuration needs one"
+    box.config, box.text = config, "[supervisor\n"
+    assert box.one("driver")[1] == "no NVIDIA GPU here, and what engines need is not known"
+    assert box.one("state_dir")[0] is NOT_CHECKED
+
+
 def test_engines_that_outlive_their_daemon_are_no_strangers(box: Sick) -> None:
     """The next daemon adopts them: whoever ends them at night ends what still serves."""
     state = box.folder / "state"
