@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from supervisord.core import persistence
@@ -35,7 +34,7 @@ def present(facts: Facts) -> Iterator[Finding]:
     for reading in spared.values():
         yield not_checked("in quarantine, so it is not asked (check gpu_quarantine)", subject=_name(reading))
     known = facts.inventory | {
-        uuid: replace(Gpu(uuid), pci_id=reading.pci_id, index=reading.index) for uuid, reading in spared.items()
+        uuid: Gpu(uuid, pci_id=reading.pci_id, index=reading.index) for uuid, reading in spared.items()
     }
     silent = [reading for reading, _ in facts.readings if reading.error is not None and reading.uuid not in spared]
     for reading in silent:
