@@ -199,8 +199,19 @@ run_own_pip() {
 
 # own_venv runtime|dev: makes or keeps the project's own environment, VENV (default $REPO/.venv), with exactly what
 # requirements/NAME.lock says, and the project itself (editable). It is made anew only when the lock, the project's
-# metadata or the interpreter changed. What dev holds is enough for runtime too.
+# metadata or the interpreter changed. What dev holds is enough for runtime too. Scripts that run at once take turns: the
+# lock is on the repository's folder, so no lock file stays, and pip inherits it, so one that outlives its script is waited for.
 own_venv() {
+  exec 8<"$REPO"
+  if ! flock --nonblock 8; then
+    say "another script makes the project's environment; waiting for it"
+    flock 8
+  fi
+  make_own_venv "$1"
+  exec 8<&-
+}
+
+make_own_venv() {
   local name=$1 python wanted stamp
   VENV=${VENV:-$REPO/.venv}
   stamp=$VENV/.made-from
@@ -214,10 +225,10 @@ own_venv() {
   if [[ -e $VENV && ! -f $VENV/pyvenv.cfg && -n $(ls -A "$VENV") ]]; then
     die "cannot make a virtual environment in $VENV: something else is there; remove it or set VENV to another folder"
   fi
-  rm -rf "$VENV"
   mkdir -p "$VENV"
   # Whatever happens from here on, the folder is known as an environment and may be made anew.
   : >"$VENV/pyvenv.cfg"
+  find "$VENV/" -mindepth 1 -maxdepth 1 ! -name pyvenv.cfg -exec rm -rf {} +
   run_step "making the project's environment $VENV with $python" "$VENV/install.log" "" "$python" -m venv "$VENV" ||
     die "cannot make a virtual environment in $VENV with $python; set PYTHON to another interpreter of 3.10 or newer"
   run_own_pip "installing requirements/$name.lock, with hashes" --require-hashes -r "$REPO/requirements/$name.lock"

@@ -180,14 +180,23 @@ def _trust_problems(places: Iterable[Path]) -> Iterator[Problem]:
             yield _file_problem(place, message, found.remedy)
 
 
+def _remedy(error: OSError) -> str:
+    """What helps who cannot read a file. It may be closed for a reason: webhooks of notifications are secrets."""
+    match error:
+        case FileNotFoundError():
+            return "name an existing file"
+        case PermissionError():
+            return "be root, or in the group that it belongs to (of the package's: vllm-admin)"
+        case _:
+            return "look at it, or name another file"
+
+
 def _content(path: Path) -> dict[str, Any] | Problem:
     """The tables of one file."""
     try:
         text = _text(path)
     except OSError as error:
-        known = {FileNotFoundError: "name an existing file", PermissionError: "correct its owner and mode"}
-        remedy = known.get(type(error), "look at it, or name another file")
-        return _file_problem(path, f"cannot read {path}: {error.strerror}", remedy)
+        return _file_problem(path, f"cannot read {path}: {error.strerror}", _remedy(error))
     except UnicodeDecodeError as error:
         return _file_problem(path, f"cannot read {path}: byte {error.start} is not UTF-8", "save it as UTF-8")
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

@@ -239,11 +239,15 @@ class NodeEffects:
         self._on_engine_lane(name, job)
 
     def _adopt(self, action: Adopt, node: Node) -> None:
-        spec = node.engines[action.engine].spec
+        engine = node.engines[action.engine]
 
         def job() -> None:
             self._launcher.adopt(action.engine, action.generation)
-            self._know(self._plan(spec))
+            plan = self._plan(engine.spec)
+            if (
+                plan.plan_id == engine.running_plan_id
+            ):  # otherwise it was given a key and secrets that nobody knows here
+                self._know(plan)
 
         self._on_engine_lane(action.engine, job)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 JOURNALS: Final = ("/var/log/journal", "/run/log/journal")
 """Where journald keeps what it was told (systemd-journald.service(8))."""
+_OF_ENGINES: Final = "_SYSTEMD_SLICE=vllm.slice"
 _LINES: Final = 200
 _CHUNK_BYTES: Final = 64 * 1024
 _TAIL_MAX_BYTES: Final = 16 * 1024 * 1024
@@ -104,7 +105,8 @@ def _journal(identifier: str, lines: int, *, follow: bool) -> int:
             "read the journal; use sudo, or become one: usermod -aG systemd-journal YOU, and log in again"
         )
         return DENIED
-    argv = ["journalctl", "--no-pager", "--output=cat", f"--identifier={identifier}", f"--lines={lines}"]
+    # The slice too: anybody may write to the journal under any identifier.
+    argv = ["journalctl", "--no-pager", "--output=cat", f"--identifier={identifier}", f"--lines={lines}", _OF_ENGINES]
     try:
         process = subprocess.Popen([*argv, *(["--follow"] if follow else [])], stdout=subprocess.PIPE, bufsize=0)
     except OSError as error:

@@ -58,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
         return EXIT_UNKNOWN_ENGINE
     for warning in (*loaded.warnings, *sentences(machine.gpu_warnings(), loaded.origins)):
         print(f"warning: {printable(warning)}", file=sys.stderr)
+    if not engines:
+        print(f"no engines are configured in {path}")
     failed = False
     for finding in machine.gpu_problems():
         failed = True

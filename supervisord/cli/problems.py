@@ -86,7 +86,9 @@ def _of_gpu(gpu: Document) -> Problem:
 
 def _of_engine(engine: Document, quarantined: list[str], now: float) -> Problem:
     """Where an engine is and since when; why; how it ended last; what to do."""
-    head = f"{engine['name']}: {state(engine)} for {age(engine['since'], now)}"
+    head = f"{engine['name']}: {engine['state']} for {age(engine['since'], now)}"
+    if engine["health"] == "degraded":
+        head += ", degraded"
     if engine["next_start_at"] is not None:
         what = "looked at again" if engine["state"] == "waiting" else "started again"
         head += f", {what} in {duration(epoch(engine['next_start_at']) - now)}"

@@ -117,7 +117,7 @@ class Found:
 class Progress:
     """How far a start has come. Only growth matters; CPU time is left out on purpose (a spin loop has plenty).
 
-    `read_bytes`: bytes read by the engine's processes; `memory_bytes`: their anonymous host memory;
+    `read_bytes`: bytes read, or downloaded, by the engine's processes; `memory_bytes`: their anonymous host memory;
     `log_lines`: number of distinct log lines, digits masked.
     """
 

@@ -150,12 +150,22 @@ def _seen(incident: Incident) -> Iterator[Line]:
         within = _span(between(incident.row[0], trigger))
         yield Line("SEEN", f"{len(incident.row)} times in a row within {within}, and never ready in between")
         return
-    mine = [event for event in reversed(incident.before) if event.generation == trigger.generation]
+    life = _life(incident)
     for kind, word in (("ready", "ready"), ("spawned", "started")):
-        last = next((event for event in mine if event.kind == kind), None)
-        if last is not None:
-            yield Line("SEEN", f"generation {trigger.generation}, {word} {_span(between(last, trigger))} before")
+        since = next((event for event in life if event.kind == kind), None)
+        if since is not None:
+            yield Line("SEEN", f"generation {trigger.generation}, {word} {_span(between(since, trigger))} before")
             return
+
+
+def _life(incident: Incident) -> list[Event]:
+    """What was told of the generation that the trigger is about, from its spawn on; nothing if that has ended before.
+
+    It is ready since it was so first: a daemon that takes it over tells that once more.
+    """
+    mine = [event for event in incident.before if event.generation == incident.trigger.generation]
+    begun = next((at for at in reversed(range(len(mine))) if mine[at].kind in {"spawned", "stopped"}), 0)
+    return [] if mine and mine[begun].kind == "stopped" else mine[begun:]
 
 
 # --- which rule -------------------------------------------------------------------------------------------------------

@@ -89,8 +89,17 @@ def systemd(facts: Facts) -> Iterator[Finding]:
     elif not facts.box.path("/sys/fs/cgroup/cgroup.controllers").exists():
         text = f"systemd {found[1]} without the unified cgroup hierarchy: engines can only be children of the daemon"
         yield warn(text, "boot with systemd.unified_cgroup_hierarchy=1")
+    elif _keeps_no_journal(facts):
+        text = "journald keeps nothing (Storage=none): what engines say of why they end is lost, and `logs` is empty"
+        yield warn(text, "set Storage=auto in /etc/systemd/journald.conf; systemctl restart systemd-journald")
     else:
         yield ok(f"systemd {found[1]}")
+
+
+def _keeps_no_journal(facts: Facts) -> bool:
+    told = facts.box.run(("systemd-analyze", "cat-config", "systemd/journald.conf")) or ""
+    storage = [value for name, _, value in (line.partition("=") for line in told.splitlines()) if name == "Storage"]
+    return storage[-1:] == ["none"]
 
 
 def unit(facts: Facts) -> Iterator[Finding]:
@@ -131,7 +140,8 @@ def stop_time(facts: Facts) -> Iterator[Finding]:
         text = f"TimeoutStopSec is {told}: systemd may kill the daemon before it has asked for more time"
         yield warn(text, "systemctl edit vllm-supervisor: TimeoutStopSec=120")
     else:
-        yield ok(f"TimeoutStopSec is {told}, prolonged while engines end (drain and stop: up to {longest:g} s)")
+        needs = f" (drain and stop: up to {longest:g} s)" if longest else ""
+        yield ok(f"TimeoutStopSec is {told}, prolonged while engines end{needs}")
 
 
 def needrestart(facts: Facts) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 
@@ -15,15 +15,16 @@ from supervisord.launcher.records import Record
 
 
 class BytesRead:
-    """Counts what changing processes read together."""
+    """Counts what changing processes read together; `of` gives the count of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: Callable[[int], int] = procfs.read_bytes) -> None:
+        self._of = of
         self._read: dict[tuple[int, int], int] = {}
         self._total = 0
 
     def count(self, members: Iterable[Stat]) -> int:
         """Bytes read by all processes so far; does not fall when one of them ends."""
-        now = {(stat.pid, stat.start_ticks): procfs.read_bytes(stat.pid) for stat in members}
+        now = {(stat.pid, stat.start_ticks): self._of(stat.pid) for stat in members}
         self._total += sum(max(0, count - self._read.get(key, 0)) for key, count in now.items())
         self._read = now
         return self._total

@@ -17,6 +17,8 @@ READ_S: Final = 3.0
 SETTLE_S: Final = 2.0
 _MAX_BYTES: Final = 1024 * 1024
 _PROGRAM: Final = ("journalctl", "--no-pager", "--quiet")
+_PRINTED: Final = "_TRANSPORT=stdout"
+"""What came through its output: at most 48 KiB an entry. In other ways an engine may send far more in one."""
 
 
 class Output:
@@ -31,7 +33,7 @@ class Output:
         if not invocation:
             return b""
         match = f"_SYSTEMD_INVOCATION_ID={invocation}"
-        command = (*_PROGRAM, "--output=cat", f"--lines={TAIL_LINES}", match)
+        command = (*_PROGRAM, "--output=cat", f"--lines={TAIL_LINES}", match, _PRINTED)
         try:
             found = bounded.output_of(command, READ_S, _MAX_BYTES)
         except BoundedError as error:

@@ -154,8 +154,17 @@ def anonymous_bytes(pid: int) -> int:
 
 def read_bytes(pid: int) -> int:
     """Bytes that came through read calls, and bytes fetched from storage (that is how mapped weights load)."""
+    return _counted(pid, b"rchar", b"read_bytes")
+
+
+def moved_bytes(pid: int) -> int:
+    """Also bytes written to disks: the kernel does not count what is received, so a download shows here alone."""
+    return _counted(pid, b"rchar", b"read_bytes", b"write_bytes")
+
+
+def _counted(pid: int, *names: bytes) -> int:
     lines = dict(line.split(b": ") for line in _read_small(f"/proc/{pid}/io").splitlines())
-    return int(lines.get(b"rchar", 0)) + int(lines.get(b"read_bytes", 0))
+    return sum(int(lines.get(name, 0)) for name in names)
 
 
 def shared_memory(pid: int) -> set[str]:

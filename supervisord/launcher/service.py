@@ -24,6 +24,9 @@ STOP_S: Final = 60
 _MARK_PLAN: Final = "SUPERVISED_PLAN"
 _USEC: Final = 1_000_000
 _INFINITY: Final = 2**64 - 1
+_LINES_PER_S: Final = 2**32 - 1
+"""As many as the property holds."""
+
 _OPEN_FILES_MAX: Final = 524288
 _UMASK: Final = 0o027
 _PREFIX: Final = "vllm-engine-"
@@ -90,8 +93,10 @@ def properties(marks: Marks, prepared: Prepared, *, env_file: Path, state_dir: s
         ("StandardError", ("s", "journal")),
         ("SyslogIdentifier", ("s", log_identifier(marks.engine))),
         ("LogExtraFields", ("aay", [f"{name}={value}".encode() for name, value in fields.items()])),
-        # journald's limit would drop the last words of a busy engine; its limits of size hold all the same.
-        ("LogRateLimitIntervalUSec", ("t", 0)),
+        # journald's limit would drop the last words of a busy engine; its limits of size hold all the same. An interval
+        # of 0 is no way to say that: systemd passes on to journald only what is not 0, and so its own limit holds.
+        ("LogRateLimitIntervalUSec", ("t", _USEC)),
+        ("LogRateLimitBurst", ("u", _LINES_PER_S)),
         # SIGTERM to the API server, which ends the rest; what it leaves gets SIGKILL.
         ("KillMode", ("s", "mixed")),
         ("TimeoutStopUSec", ("t", STOP_S * _USEC)),

@@ -6,8 +6,9 @@ pidfd tells the end of the main one; systemd is asked only when an engine begins
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,7 @@ from supervisord.launcher.output import Output
 from supervisord.launcher.preparing import Prepared
 from supervisord.launcher.procfs import Stat
 from supervisord.launcher.service import Marks
-from supervisord.launcher.units import Units, UnitState, pauses
+from supervisord.launcher.units import Property, Units, UnitState, pauses
 from supervisord.state import boot_id
 
 STATUS_S: Final = 5.0
@@ -33,6 +34,11 @@ STATUS_S: Final = 5.0
 
 JOB_S: Final = 3.0
 """How long the reason of our own end is asked for."""
+
+WITHDRAW_S: Final = 120.0
+"""For so long a start without an answer is taken back: PID 1 hangs, and begins with it when it does not any more."""
+
+_WITHDRAW_EVERY_S: Final = 1.0
 
 
 class Running(Kept):
@@ -46,7 +52,8 @@ class Running(Kept):
         self.invocation = invocation
         self.main = process
         self.lines = DistinctLines()
-        self.bytes_read = BytesRead().count
+        # Its progress bars come late or never through the journal, and no log of its own is among what it writes.
+        self.bytes_read = BytesRead(procfs.moved_bytes).count
 
 
 class SystemdLauncher(CommonLauncher[Running]):
@@ -102,7 +109,7 @@ class SystemdLauncher(CommonLauncher[Running]):
             raise LaunchError(ExitClass.CONFIG, message) from None
 
     def _start(self, marks: Marks, prepared: Prepared) -> Running:
-        unit, deadline = service.unit_name(marks.engine), time.monotonic() + outcome.START_S
+        unit = service.unit_name(marks.engine)
         told = service.properties(
             marks,
             prepared,
@@ -112,23 +119,55 @@ class SystemdLauncher(CommonLauncher[Running]):
         )
         try:
             with Units() as units:
-                left = units.look(unit)
-                if left is not None and (left.main_pid or not units.forget(unit, SWEEP_S)):
+                if not self._is_free(units, unit):
                     message = f"cannot start {marks.engine}: {unit} is there already; stop it (systemctl stop {unit})"
                     raise LaunchError(ExitClass.RESOURCE, message)
-                units.start(unit, told)
-                try:
-                    seen = outcome.started(units, unit, deadline)
-                except BusError:
-                    units.kill(unit)
-                    units.forget(unit, SWEEP_S)
-                    raise
+                seen = self._begin(units, unit, told)
                 if outcome.never_ran(seen):
                     units.forget(unit, SWEEP_S)
                     raise LaunchError(ExitClass.CONFIG, outcome.refusal(marks.engine, unit, seen))
         except BusError as error:
             raise LaunchError(ExitClass.RESOURCE, f"cannot start {marks.engine} as {unit}: {error}") from None
         return self._entry_of(marks, seen)
+
+    def _is_free(self, units: Units, unit: str) -> bool:
+        """Whether the name can be used now; what lives under it must be ours, left by a start without an answer."""
+        left = units.look(unit)
+        if left is None:
+            return True
+        if not left.main_pid:
+            return units.forget(unit, SWEEP_S)
+        ours = service.read_marks(unit, units.environment(unit), str(self._state_dir)) is not None
+        return ours and self._withdraw(unit)
+
+    def _begin(self, units: Units, unit: str, told: Sequence[Property]) -> UnitState:
+        """Order the start, and wait for what comes of it. Raises BusError: then nothing of it lives."""
+        deadline = time.monotonic() + outcome.START_S
+        try:
+            units.start(unit, told)
+        except BusError as error:
+            if not error.name:  # no answer; a refusal has a name
+                self._withdraw(unit)
+            raise
+        try:
+            return outcome.started(units, unit, deadline)
+        except BusError:
+            self._withdraw(unit)
+            raise
+
+    def _withdraw(self, unit: str) -> bool:
+        """End a unit of ours, whenever PID 1 comes to it; what it was asked for before comes first."""
+        until = time.monotonic() + WITHDRAW_S
+        while True:
+            with contextlib.suppress(BusError), Units() as units:
+                with contextlib.suppress(BusError):
+                    units.kill(unit)
+                if units.forget(unit, SWEEP_S):
+                    return True
+            if time.monotonic() >= until:
+                self._on_trouble(f"cannot end {unit}, whose start got no answer from systemd: systemctl stop {unit}")
+                return False
+            time.sleep(_WITHDRAW_EVERY_S)
 
     def _entry_of(self, marks: Marks, seen: UnitState) -> Running:
         """A unit as it was seen; its main process may be gone by now, then its start time is 0."""
@@ -246,7 +285,7 @@ class SystemdLauncher(CommonLauncher[Running]):
         entry = self._entries.get(engine)
         if entry is None or entry.ended:
             return Progress(0, 0, 0)
-        lines = logs.split(self._output.read(entry.invocation))
+        *lines, _ = logs.split(self._output.read(entry.invocation))  # journalctl ends each with a newline
         return Progress(
             entry.bytes_read(entry.cgroup.members()), _anonymous_bytes(entry.cgroup), entry.lines.add(lines)
         )

@@ -153,7 +153,10 @@ def test_a_log_in_the_journal_is_read_from_there(
     daemon.logs["qwen"] = InJournal("vllm-qwen")
     journalctl(tmp_path, f'printf "%s\\n\\033[31mred\\033[0m" "$*"; exit {code}', monkeypatch)
     assert main(["logs", "qwen", "-n", "7"]) == expected
-    assert capsys.readouterr().out == "--no-pager --output=cat --identifier=vllm-qwen --lines=7\nred\n"
+    assert (
+        capsys.readouterr().out
+        == "--no-pager --output=cat --identifier=vllm-qwen --lines=7 _SYSTEMD_SLICE=vllm.slice\nred\n"
+    )
 
 
 def test_following_the_journal_ends_both(daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,17 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "No such file or directory; name an existing file" in capsys.readouterr().err
 
 
+def test_whoever_may_not_read_it_is_not_told_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    (path := tmp_path / "config.toml").write_text("")
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(ConfigError, match=r"Permission denied; be root, or in the group .*vllm-admin") as told:
+        load(path, trust=False)
+    assert "mode" not in str(told.value)
+
+
 @pytest.mark.parametrize("make", ["directory", "fifo", "latin-1", "large"])
 def test_files_that_are_no_configuration(make: str, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"

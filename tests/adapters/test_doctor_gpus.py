@@ -49,6 +49,8 @@ def test_a_machine_without_gpu_that_needs_none_is_asked_one_thing(box: Sick) -> 
     box.without_driver(cards=False)
     assert box.one("driver") == (OK, "no NVIDIA GPU here, and no engine of the configuration needs one", "")
     assert [name for name in WELL if box.ask(name)] == ["driver"]
+    box.config = Unknown("may not be read", "denied")
+    assert box.one("driver") == (OK, "no NVIDIA GPU here", "")
 
 
 def test_no_driver_for_a_card_that_is_there(box: Sick) -> None:

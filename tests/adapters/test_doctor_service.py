@@ -106,6 +106,14 @@ def test_systemd(box: Sick) -> None:
     assert box.one("systemd")[0] is WARN
     box.write("/sys/fs/cgroup/cgroup.controllers", "")
     assert box.one("systemd") == (OK, "systemd 255", "")
+    journald = (
+        "# /etc/systemd/journald.conf\n[Journal]\n#Storage=auto\nStorage={}\n# /etc/a.conf\n[Journal]\nStorage={}\n"
+    )
+    box.says["systemd-analyze", "cat-config", "systemd/journald.conf"] = journald.format("volatile", "none")
+    verdict, text, _ = box.one("systemd")
+    assert (verdict, text[:38]) == (WARN, "journald keeps nothing (Storage=none):")
+    box.says["systemd-analyze", "cat-config", "systemd/journald.conf"] = journald.format("none", "volatile")
+    assert box.one("systemd")[0] is OK
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,10 @@ def test_the_unit_without_systemd_or_without_an_answer(box: Sick) -> None:
 
 def test_the_time_to_stop(box: Sick) -> None:
     box.unit = UNIT
-    assert box.one("stop_time")[0] is OK
+    box.text = '[engine.q]\nmodel = "org/model"\nport = 8001\n'
+    assert box.one("stop_time")[1].endswith("prolonged while engines end (drain and stop: up to 90 s)")
+    box.text = ""
+    assert box.one("stop_time")[1].endswith("prolonged while engines end")
     box.unit = UNIT | {"TimeoutStopUSec": "10s"}
     verdict, text, remedy = box.one("stop_time")
     assert verdict is WARN
@@ -236,7 +247,7 @@ def test_nothing_is_said_of_what_a_configuration_that_cannot_be_read_says(box: S
     box.without_driver(cards=False)
     assert box.one("driver")[1] == "no NVIDIA GPU here, and no engine of the configuration needs one"
     box.config, box.text = config, "[supervisor\n"
-    assert box.one("driver")[1] == "no NVIDIA GPU here, and what engines need is not known"
+    assert box.one("driver")[1] == "no NVIDIA GPU here"
     assert box.one("state_dir")[0] is NOT_CHECKED
 
 

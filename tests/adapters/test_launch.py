@@ -408,6 +408,12 @@ def run_plan(path: Path, *words: str) -> int:
     return plan_command.main(parser.parse_args(["plan", "--config", str(path), *words]))
 
 
+def test_plan_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "config.toml").write_text("")
+    assert run_plan(path) == 0
+    assert capsys.readouterr().out == f"no engines are configured in {path}\n"
+
+
 @pytest.fixture
 def configuration(vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = config_users.own_account()

@@ -110,6 +110,13 @@ def test_reading_counts() -> None:
         assert procfs.read_bytes(child.pid) > 5 << 20
 
 
+def test_a_download_shows_in_what_is_written_to_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What was received and written is in neither count of reads; wchar has pipes, and so a log that spins.
+    counts = b"rchar: 100\nwchar: 90000\nsyscr: 5\nsyscw: 6\nread_bytes: 20\nwrite_bytes: 7000\n"
+    monkeypatch.setattr(procfs, "_read_small", {"/proc/1/io": counts, "/proc/2/io": b""}.__getitem__)
+    assert [procfs.read_bytes(1), procfs.moved_bytes(1), procfs.moved_bytes(2)] == [120, 7120, 0]
+
+
 def test_environment_and_uid() -> None:
     with subprocess.Popen(["/bin/sleep", "60"], env={"A": "1", "B": "x=y"}) as child:
         wait_until(lambda: b"A=1" in procfs.environment(child.pid), 10, "exec")

@@ -278,6 +278,41 @@ def test_without_a_bus_nothing_is_started_and_nothing_is_guessed(address: Path, 
         launcher.close()
 
 
+OF_NO_UNIT = {"GetUnit": NO_SUCH_UNIT, "KillUnit": NO_SUCH_UNIT, "StopUnit": NO_SUCH_UNIT}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message", "withdrawn"),
+    [(None, "no answer in time", ["KillUnit", "StopUnit"]), ("org.freedesktop.DBus.Error.InvalidArgs", "no", [])],
+)
+def test_a_start_without_an_answer_is_taken_back_and_a_refused_one_need_not_be(
+    address: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: str | None,
+    message: str,
+    withdrawn: list[str],
+) -> None:
+    def answer(method: str, _: tuple[Any, ...]) -> Answer | None:
+        if method == "StartTransientUnit" and refusal is None:
+            return None
+        raise Refuse(refusal if method == "StartTransientUnit" else OF_NO_UNIT[method])
+
+    monkeypatch.setattr("supervisord.launcher.systemd.Units", lambda: Units(0.3))
+    troubles: list[str] = []
+    launcher = SystemdLauncher(tmp_path / "state", lambda *_: None, troubles.append)
+    plan = LaunchPlan("a", ("/bin/true",), {"PATH": "/bin"}, None, "127.0.0.1", free_port(), "p1")
+    try:
+        with a_bus(address, answer) as bus:
+            with pytest.raises(LaunchError, match=f"cannot start a as {UNIT}: .*{message}"):
+                launcher.launch(plan, 1)
+            asked = [method for method, _ in bus.calls if method != "Hello"]
+    finally:
+        launcher.close()
+    assert asked == ["GetUnit", "StartTransientUnit", *withdrawn]
+    assert troubles == []
+
+
 def test_the_environment_of_engines_that_are_gone_is_removed(address: Path, tmp_path: Path) -> None:
     left = tmp_path / "state/environment/gone"
     launcher = SystemdLauncher(tmp_path / "state", lambda *_: None, lambda _: None)

@@ -312,8 +312,19 @@ def test_a_certificate_of_another_host(tls: ssl.SSLContext) -> None:
 
 
 def test_plain_http_where_tls_was_meant() -> None:
-    with FakeServer(lambda _: answer(200)) as server:
-        outcome = post.send(spec_for(server, scheme="https"), MESSAGE, 10)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:  # at once: what TLS sends first is random, and may or may not look like a line
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.recv(65536)
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        url = f"https://127.0.0.1:{server.getsockname()[1]}/hook"
+        outcome = post.send(NotifySpec(name="ops", url=url), MESSAGE, SOON_S)
+        thread.join()
     assert (outcome.ok, outcome.again) == (False, True)
     assert outcome.detail.startswith("TLS failed: "), outcome
 

@@ -189,6 +189,21 @@ def test_the_numbers_of_another_generation_are_not_taken() -> None:
     assert texts(tell(QWEN, events, None, 0.0, 0.0), "RULE") == ["stalled: work is pending and nothing moves"]
 
 
+def test_a_generation_is_ready_since_it_was_so_first() -> None:
+    adopted = [record("spawned"), record("ready"), record("adopted"), record("ready"), record("exited", "exited")]
+    assert "generation 1, ready 30.0 s before" in texts(tell(QWEN, told(*adopted), None, 0.0, 0.0), "SEEN")
+    young = told(*adopted[:2], record("spawned", generation=2), record("exited", "exited", generation=2))
+    assert "generation 2, started 10.0 s before" in texts(tell(QWEN, young, None, 0.0, 0.0), "SEEN")
+
+
+def test_who_starts_a_stopped_engine_does_not_hear_how_long_it_was_ready_before() -> None:
+    tale = tales.stopped().later(60)
+    tale.ask(Op.START, QWEN)
+    found = tale.story()
+    assert found.headline.startswith("0.0 s ago: start of qwen requested")
+    assert texts(found, "SEEN") == ["start of qwen requested by uid 1000"]
+
+
 # --- which incident ---------------------------------------------------------------------------------------------------
 
 

@@ -258,7 +258,7 @@ class Machine:
         self.write("/etc/machine-id", f"{uuid.uuid4().hex}\n")
         self.write("/etc/fstab", "")
         self.write("/etc/hostname", "under-test\n")
-        journald = "[Journal]\nStorage=persistent\nRateLimitIntervalSec=0\nForwardToSyslog=no\nReadKMsg=no\nAudit=no\n"
+        journald = "[Journal]\nStorage=persistent\nForwardToSyslog=no\nReadKMsg=no\nAudit=no\n"
         self.write("/etc/systemd/journald.conf.d/tests.conf", journald)
         (upper / "var/log/journal").mkdir(parents=True)
         for unit in _MASKED:
@@ -287,9 +287,11 @@ class Machine:
         assert not check or done.returncode == 0, f"{argv}: {done.returncode} {done.stdout} {done.stderr}"
         return done
 
-    def popen(self, *argv: str, stdout: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    def popen(
+        self, *argv: str, stdin: int = subprocess.DEVNULL, stdout: IO[bytes] | int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
         """Start a command in it."""
-        return subprocess.Popen(self._enter(argv), stdin=subprocess.DEVNULL, stdout=stdout, env=self._env(None))
+        return subprocess.Popen(self._enter(argv), stdin=stdin, stdout=stdout, env=self._env(None))
 
     def python(self) -> tuple[list[str], dict[str, str]]:
         """How this test's Python is run in it, with the repository: command and environment."""

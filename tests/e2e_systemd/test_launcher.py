@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 
 import pytest
 
+from tests.e2e_systemd.machine import Machine
 from tests.e2e_systemd.node import CONFIG, STATE_DIR, UNIT, SupervisedNode
 from tests.sim.engine import wait_until
 
@@ -279,6 +283,78 @@ def test_a_restart_while_an_engine_loads_does_not_begin_anew(node: SupervisedNod
     node.wait_new_daemon(old)
     after = node.wait_state("a", "ready")
     assert (after["pid"], after["generation"]) == (before["pid"], 1)
+
+
+_LAUNCH = """
+import sys
+from pathlib import Path
+from supervisord.core.model import LaunchPlan
+from supervisord.launcher import units
+from supervisord.launcher.base import LaunchError
+from supervisord.launcher.systemd import SystemdLauncher
+units.Units.__init__.__defaults__ = (0.5,)
+order, at = units.Units.start, sys.argv[1]
+def start(self, *what):
+    def hang():
+        print("hang", flush=True)
+        sys.stdin.readline()
+    if at == "before":
+        hang()
+    order(self, *what)
+    if at == "after":
+        hang()
+units.Units.start = start
+launcher = SystemdLauncher(Path("/var/lib/vllm-supervisor"), lambda *_: None, lambda text: print(text, flush=True))
+try:
+    launcher.launch(LaunchPlan("a", ("/bin/sleep", "1000"), {"PATH": "/bin"}, None, "127.0.0.1", 8101, "p"), 1)
+    print("started", flush=True)
+except LaunchError as error:
+    print("refused", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_a_start_that_systemd_did_not_answer_leaves_no_engine(machine: Machine, at: str) -> None:
+    python, env = machine.python()
+    machine.write("/opt/launch.py", _LAUNCH)
+    machine.run("mkdir", "-p", "/var/lib/vllm-supervisor")
+    variables = (f"{name}={value}" for name, value in env.items())
+    launch = machine.popen(
+        "env", *variables, *python, "/opt/launch.py", at, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert launch.stdin is not None
+    assert launch.stdout is not None
+    assert launch.stdout.readline() == b"hang\n"
+    os.kill(machine.pid1, signal.SIGSTOP)
+    try:
+        launch.stdin.write(b"go on\n")
+        launch.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            launch.wait(3)  # it makes sure first
+    finally:
+        os.kill(machine.pid1, signal.SIGCONT)
+    told = launch.communicate(timeout=30)[0].decode()
+    assert told.startswith("refused cannot start a as vllm-engine-a.service: ")
+    assert machine.run("systemctl", "list-units", "--all", "--no-legend", "vllm-engine-*").stdout == ""
+    assert machine.members("/vllm.slice/vllm-engine-a.service") == []
+
+
+@pytest.mark.parametrize(("owner", "answer"), [("/var/lib/vllm-supervisor", "started"), ("/elsewhere", "refused")])
+def test_what_lives_under_the_name_of_an_engine_is_ended_only_if_it_is_ours(
+    machine: Machine, owner: str, answer: str
+) -> None:
+    python, env = machine.python()
+    machine.write("/opt/launch.py", _LAUNCH)
+    machine.run("mkdir", "-p", "/var/lib/vllm-supervisor")
+    marks = (
+        f"--setenv={name}" for name in ("SUPERVISED_ENGINE=a", "SUPERVISED_GENERATION=1", f"SUPERVISED_STATE={owner}")
+    )
+    machine.run("systemd-run", f"--unit={ENGINE_UNIT}", "--slice=vllm.slice", *marks, "sleep", "1000")
+    before = machine.members(f"/vllm.slice/{ENGINE_UNIT}")
+    assert machine.run(*python, "/opt/launch.py", "never", env=env).stdout.split()[0] == answer
+    after = machine.members(f"/vllm.slice/{ENGINE_UNIT}")
+    assert len(after) == 1
+    assert (before == after) is (answer == "refused")
 
 
 def test_leftovers_that_ignore_every_signal_but_one_are_gone(node: SupervisedNode) -> None:

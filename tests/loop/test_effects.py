@@ -185,6 +185,13 @@ def with_timeout(timeout_s: float) -> Callable[[Node], Node]:
     return change
 
 
+def running(plan_id: str) -> Callable[[Node], Node]:
+    def change(node: Node) -> Node:
+        return replace(node, engines={"a": replace(node.engines["a"], running_plan_id=plan_id)})
+
+    return change
+
+
 def without_engines(node: Node) -> Node:
     return replace(node, engines={})
 
@@ -203,6 +210,7 @@ def test_a_probe_is_kept_for_a_generation_and_a_timeout(bench: Bench) -> None:
 
 def test_of_an_engine_that_is_gone_nothing_is_kept(bench: Bench) -> None:
     bench.change(with_timeout(2.5))
+    bench.change(running("p1"))
     bench.effects.perform(Adopt("a", 1), bench.node)
     bench.probe(1)
     watch = bench.effects._new_watch("a")
@@ -215,6 +223,7 @@ def test_of_an_engine_that_is_gone_nothing_is_kept(bench: Bench) -> None:
 
 
 def test_last_words_are_told_without_secrets(bench: Bench) -> None:
+    bench.change(running("p1"))
     bench.effects.perform(Adopt("a", 1), bench.node)
     bench.effects.on_exit("a", 1, 1, None)
     assert bench.next() == Exited("a", 1, 1, None, ("cannot use (hidden)", "1 of 10"))
@@ -230,6 +239,11 @@ def test_what_the_launcher_knows_of_an_end_is_told(bench: Bench) -> None:
 
 
 def test_where_the_secrets_are_not_known_nothing_is_quoted(bench: Bench) -> None:
+    bench.effects.on_exit("a", 1, 1, None)
+    assert bench.next() == Exited("a", 1, 1, None, ())
+    # It was started with the secrets of an earlier configuration.
+    bench.change(running("p0"))
+    bench.effects.perform(Adopt("a", 1), bench.node)
     bench.effects.on_exit("a", 1, 1, None)
     assert bench.next() == Exited("a", 1, 1, None, ())
 
