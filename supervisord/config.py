@@ -188,7 +188,7 @@ def _remedy(error: OSError) -> str:
         case PermissionError():
             return "be root, or in the group that it belongs to (of the package's: vllm-admin)"
         case _:
-            return "correct its owner and mode"
+            return "look at it, or name another file"
 
 
 def _content(path: Path) -> dict[str, Any] | Problem:

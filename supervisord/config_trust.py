@@ -15,6 +15,8 @@ from typing import Final
 _MAX_LINKS: Final = 40
 """As many as the kernel follows (path_resolution(7))."""
 
+_MOVE: Final = "move it to a directory that only root can write, such as /etc/vllm-supervisor"
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -44,6 +46,7 @@ def distrust_of(way: Sequence[Seen]) -> Distrust | None:
 
     A directory that others can write is safe only on the way, and only with the sticky bit and an entry of root's in
     it: such an entry cannot be renamed or replaced (mktemp -d under /tmp). The last entry must be root's alone.
+    Such a directory is everybody's on purpose, so the remedy is another place.
     """
     for seen, following in zip(way, [*way[1:], None], strict=True):
         if stat.S_ISLNK(seen.mode):
@@ -56,7 +59,8 @@ def distrust_of(way: Sequence[Seen]) -> Distrust | None:
             continue
         who = "every user" if seen.mode & 0o002 else "its group"
         mode = stat.S_IMODE(seen.mode)
-        return Distrust(seen.path, f"{who} can write to it (mode {mode:04o})", f"chmod go-w {seen.path}")
+        remedy = _MOVE if seen.mode & stat.S_ISVTX else f"chmod go-w {seen.path}"
+        return Distrust(seen.path, f"{who} can write to it (mode {mode:04o})", remedy)
     return None
 
 

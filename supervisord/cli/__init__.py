@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -43,6 +44,7 @@ INTERNAL: Final = 70
 _HELP_WIDTH: Final = 78
 _INTERRUPTED: Final = 130
 _PIPE_CLOSED: Final = 141
+_UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 COMMANDS: Final = {
     "run": ("run", "run the daemon in the foreground (systemd does this)"),
@@ -82,6 +84,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Only bugs in the interpreter get past this."""
+    _fill_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError):
@@ -101,6 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return _code_of(error)
     except Exception as error:  # noqa: BLE001 - an operator gets a sentence, never a traceback
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
+            _drop_stdout()
+            complain(f"cannot write what there is to say: {error.strerror}")
+            return INTERNAL
         complain(f"internal error: {type(error).__name__}: {error} ({_place(error)}); please report this")
         return INTERNAL
     return code
@@ -181,6 +188,13 @@ def _place(error: Exception) -> str:
     if trace is None:
         return "?"
     return f"{trace.tb_frame.f_globals.get('__name__', '?')}, line {trace.tb_lineno}"
+
+
+def _fill_streams() -> None:
+    """Whoever closed an output (`>&-`) wants the exit code alone."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 (no pathlib; for good)
 
 
 def _drop_stdout() -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 REFRESH_S: Final = 2.0
 PAUSE_S: Final = 0.2
 """A busy node changes many times a second, a reader's eyes do not."""
+LATE_S: Final = 3.0
+"""A daemon that is so late with what it would have said at once is in trouble, and the picture old."""
 _TICK_S: Final = 1.0
 _RETRY_S: Final = 1.0
 _EVENTS_WAIT_S: Final = 25.0
@@ -120,7 +122,7 @@ class Watch:
 
     def run(self) -> int:
         """Show until q; Ctrl-C and signals end it by an exception. Raises ControlError if there is nothing to show."""
-        serial = self._look("/v1/status")
+        serial = self._look("/v1/status", ANSWER_S)
         self._wait()
         for feed in (partial(self._follow_status, serial), self._follow_events, self._read_keys):
             threading.Thread(target=self._run, args=(feed,), daemon=True).start()
@@ -165,8 +167,8 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - it is raised again where it can be told
             self._inbox.put(partial(_raise, error))
 
-    def _look(self, target: str) -> int:
-        reply = get(self._socket, target, ANSWER_S + REFRESH_S)
+    def _look(self, target: str, within_s: float) -> int:
+        reply = get(self._socket, target, within_s)
         document, serial = self._select(reply.document()), reply.number("status-serial")
         self._inbox.put(partial(self._show, document))
         return serial
@@ -175,7 +177,7 @@ class Watch:
         while True:
             time.sleep(PAUSE_S)
             try:
-                serial = self._look(f"/v1/status?after={serial}&timeout={REFRESH_S}")
+                serial = self._look(f"/v1/status?after={serial}&timeout={REFRESH_S}", REFRESH_S + LATE_S)
             except ControlError as error:
                 self._inbox.put(partial(self._lost, str(error)))
                 time.sleep(_RETRY_S)

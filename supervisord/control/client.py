@@ -129,7 +129,8 @@ def _exchange(path: str, request: bytes, deadline: float) -> bytes:
                 sock.sendall(request)  # turned away before it was read: the answer says why
             return _receive(sock, deadline)
         except TimeoutError:
-            raise SlowError(f"cannot get an answer from the daemon at {path}: it did not come in time") from None
+            text = f"cannot get an answer from the daemon at {path}: it did not come in time"
+            raise SlowError(f"{text}; if it stays so: systemctl status vllm-supervisor") from None
         except OSError as error:
             raise ControlError(f"cannot talk to the daemon at {path}: {error.strerror}") from None
 

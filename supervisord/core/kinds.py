@@ -51,6 +51,9 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What a person must know and when it is over, then every kind in one group, then all of them."""
 
+FINAL: Final = frozenset({"failed", "gpu_quarantined"})
+"""Kinds that only a person ends: one soon after another is no repetition, somebody said meanwhile that all is well."""
+
 UNSENT: Final = frozenset({"log_lost", "history_lost"})
 """Kinds that exist only where the loss is: in the log, in the history. The latter is also told as `history`."""
 

@@ -183,7 +183,8 @@ class NotifySpec:
     ca_file: str | None = key("certificates (PEM) to trust instead of the machine's", None)
     timeout_s: float = key("total time for one attempt to deliver", 10.0, low=0.1, high=60)
     repeat_s: float = key(
-        "of what is told again within this time the last is sent at its end, with the number; 0 = each at once",
+        "of what is told again within this time the last is sent at its end, with the number; 0 = each at once. "
+        "failed and gpu_quarantined are always sent at once",
         300.0,
         low=0,
         high=86400,

@@ -52,8 +52,7 @@ def loaded(facts: Facts) -> Iterator[Finding]:
     """Whether the kernel has a driver."""
     version, found = kernel_version(facts.box), cards(facts.box)
     if not facts.needs_driver:
-        known = not isinstance(facts.config, Unknown)
-        yield ok(f"no NVIDIA GPU here{', and no engine of the configuration needs one' if known else ''}")
+        yield ok(f"no NVIDIA GPU here{', and no engine of the configuration needs one' if facts.whole else ''}")
     elif version is not None:
         kind = " (open)" if "Open" in (facts.box.text("/proc/driver/nvidia/version") or "") else ""
         yield ok(f"NVIDIA driver {version}{kind} is loaded")

@@ -33,6 +33,7 @@ _TORCH_CUDA: Final = re.compile(r"^cuda\b[^=\n]*= *(?:'([0-9.]+)'|None)", re.MUL
 _TORCH: Final = re.compile(r"^__version__ *= *'([0-9A-Za-z.+]+)'", re.MULTILINE)
 _RUNTIME: Final = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+)\.(\d+)\S*\.dist-info")
 _INSTALL: Final = "scripts/install-vllm (the package has it in /usr/share/vllm-supervisor) installs one that fits"
+_COMPILERS: Final = ("gcc", "clang")
 _CAPABILITY_JIT: Final = 10
 """From Blackwell on vLLM's default attention kernels are FlashInfer's."""
 
@@ -125,14 +126,15 @@ def compilers(facts: Facts) -> Iterator[Finding]:
         base = launch_env.search_path(spec, env)
         program = resolve_program(spec.command[0], base)
         path = launch_env.program_path(base, program)
-        compiler = next(
-            (word for word in (spec.env.get("CC"), "gcc", "clang") if word and resolve_program(word, path)), None
-        )
+        chosen = spec.env.get("CC")  # Triton looks for no other one then
+        compiler = next((word for word in ([chosen] if chosen else _COMPILERS) if resolve_program(word, path)), None)
         lacking = [*_header_lacking(program, path), *_flashinfer_lacking(spec, facts, path)]
         if compiler is None:
             eager = spec.args.get("enforce-eager") is True or not spec.gpus
-            text = f"no C compiler in {path}: Triton and torch.compile need one at run time"
-            yield (warn if eager else fail)(text, "apt-get install gcc libc6-dev (or set CC in env)", about)
+            what = f"CC = {chosen} cannot be found" if chosen else "no C compiler"
+            remedy = "correct CC in env" if chosen else "apt-get install gcc libc6-dev (or set CC in env)"
+            text = f"{what} in {path}: Triton and torch.compile need one at run time"
+            yield (warn if eager else fail)(text, remedy, about)
         for text, remedy in lacking:
             yield warn(text, remedy, about)
         if compiler is not None and not lacking:

@@ -77,6 +77,11 @@ class Facts:
         return self.config.loaded.spec if isinstance(self.config, ConfigSurvey) else NodeSpec()
 
     @property
+    def whole(self) -> bool:
+        """Whether all that the configuration says is known; otherwise defaults stand for it."""
+        return self.config.code == "missing" if isinstance(self.config, Unknown) else self.config.whole
+
+    @property
     def engines(self) -> list[EngineSpec]:
         """Engines of the configuration."""
         return list(self.node.engines.values())

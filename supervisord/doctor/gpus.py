@@ -8,6 +8,7 @@ from typing import Final
 from supervisord.core import persistence
 from supervisord.core.gpu_inventory import MIG, find, label
 from supervisord.core.gpu_samples import LOST, GpuReading
+from supervisord.core.model import Gpu
 from supervisord.doctor.facts import Facts, Unknown, cards
 from supervisord.doctor.findings import Finding, count, fail, listed, not_checked, ok, warn
 from supervisord.gpu.protocol import Depths
@@ -29,7 +30,13 @@ def present(facts: Facts) -> Iterator[Finding]:
     if isinstance(facts.gpus, Unknown) or facts.gpus.sweep.problem is not None:
         yield not_checked("NVML does not say which there are (check nvml)")
         return
-    silent = [reading for reading, _ in facts.readings if reading.error is not None]
+    spared = _spared(facts)
+    for reading in spared.values():
+        yield not_checked("in quarantine, so it is not asked (check gpu_quarantine)", subject=_name(reading))
+    known = facts.inventory | {
+        uuid: Gpu(uuid, pci_id=reading.pci_id, index=reading.index) for uuid, reading in spared.items()
+    }
+    silent = [reading for reading, _ in facts.readings if reading.error is not None and reading.uuid not in spared]
     for reading in silent:
         code, lost = reading.error, reading.error in LOST
         remedy = "reboot, perhaps power off; look at its seat and power" if lost else "nvidia-smi; dmesg | grep -i nvrm"
@@ -40,13 +47,23 @@ def present(facts: Facts) -> Iterator[Finding]:
         yield fail(text, "dmesg | grep -i nvrm says why the driver left it out")
     wanting = False
     for spec in facts.gpu_engines:
-        missing = [name for name in spec.gpus if not name.upper().startswith(MIG) and not find(facts.inventory, name)]
+        missing = [name for name in spec.gpus if not name.upper().startswith(MIG) and not find(known, name)]
         if missing:
             wanting = True
             remedy = "nvidia-smi -L shows what is there; correct gpus of the engine"
             yield fail(f"GPU {listed(missing)} is not there, or does not answer", remedy, f"engine {spec.name}")
     if not silent and not wanting and on_bus <= len(facts.readings):
-        yield ok(", ".join(_counted([reading.name for reading, _ in facts.readings])) or "NVML lists no GPU")
+        names = [reading.name for reading, _ in facts.readings if reading.uuid not in spared]
+        if names or not spared:
+            yield ok(", ".join(_counted(names)) or "NVML lists no GPU")
+
+
+def _spared(facts: Facts) -> dict[str, GpuReading]:
+    """GPUs that no call touched, since the daemon has them in quarantine; the probe calls them lost."""
+    if isinstance(facts.daemon, Unknown):
+        return {}
+    bad = {gpu.get("uuid") for gpu in facts.daemon["gpus"] if gpu.get("quarantined") and gpu.get("pci_id")}
+    return {reading.uuid: reading for reading, _ in facts.readings if reading.error is not None and reading.uuid in bad}
 
 
 def quarantine(facts: Facts) -> Iterator[Finding]:

@@ -69,7 +69,7 @@ def homes(facts: Facts) -> Iterator[Finding]:
                 remedy = f"install -d -m 0750 -o {who.name} {home}"
                 yield fail(f"the home of user {who.name}, {home}, is not there: vLLM keeps its caches in it", remedy)
             elif not may(who, home, os.W_OK | os.X_OK):
-                yield fail(f"user {who.name} cannot write its home {home}", f"chown {who.name} {home}")
+                yield fail(f"user {who.name} cannot write its home {home}", _own_home(who, home))
             else:
                 yield ok(f"home of user {who.name}: {home}")
 
@@ -81,10 +81,13 @@ def caches(facts: Facts) -> Iterator[Finding]:
         closed = [place for place in places if not may(who, _existing(place), os.W_OK | os.X_OK)]
         rigid = [place for place in places if _flags(_existing(place)) & os.ST_NOEXEC]
         for place in closed:
-            yield fail(f"user {who.name} cannot write {place}", f"chown -R {who.name} {_existing(place)}")
+            # What is above it belongs to others too: only the place itself may change hands.
+            made = os.path.isdir(place)  # noqa: PTH112 (no errors)
+            remedy = f"chown -R {who.name} {place}" if made else f"install -d -o {who.name} {place}"
+            yield fail(f"user {who.name} cannot write {place}", remedy)
         for place in rigid:
             text = f"{place} is on a disk mounted noexec: what was compiled at run time cannot be loaded from there"
-            yield fail(text, f"mount -o remount,exec {_existing(place)}, or set the variable of that cache in env")
+            yield fail(text, f"mount -o remount,exec {_mount_point(place)}, or set the variable of that cache in env")
         if not closed and not rigid:
             yield ok(f"user {who.name} can write {listed(places)}")
 
@@ -92,6 +95,9 @@ def caches(facts: Facts) -> Iterator[Finding]:
 def state_dir(facts: Facts) -> Iterator[Finding]:
     """Whether the daemon can use its state directory, and engines get through it to theirs."""
     place = facts.node.supervisor.state_dir
+    if not facts.whole:
+        yield not_checked("the configuration says where it is, and cannot be read (check configuration)")
+        return
     try:
         status = os.stat(place)  # noqa: PTH116 (text)
     except FileNotFoundError:
@@ -105,15 +111,26 @@ def state_dir(facts: Facts) -> Iterator[Finding]:
     elif not facts.as_root and not os.access(place, os.W_OK | os.X_OK):
         yield fail(f"{place} cannot be written", "correct supervisor.state_dir, or its owner")
     elif _flags(place) & os.ST_NOEXEC:
-        yield fail(f"{place} is on a disk mounted noexec; temporary directories of engines are in it", "mount it exec")
+        remedy = f"mount -o remount,exec {_mount_point(place)}"
+        yield fail(f"{place} is on a disk mounted noexec; temporary directories of engines are in it", remedy)
     elif _flags(place) & os.ST_RDONLY:
         yield fail(f"{place} is on a disk mounted read-only", "dmesg | grep -i remount; mount -o remount,rw")
     else:
         barred = [who for who, _ in _by_user(facts) if not may(who, place, os.X_OK)]
         for who in barred:
-            yield fail(f"user {who.name} may not pass {place} to its temporary directory", f"chmod 0711 {place}")
+            yield _barred(who, place)
         if not barred:
             yield ok(place)
+
+
+def _barred(who: Account, place: str) -> Finding:
+    """Of all directories on the way the first that is closed."""
+    way = [*reversed(Path(place).parents), Path(place)]
+    closed = next((str(path) for path in way if not may(who, str(path), os.X_OK)), place)
+    text = f"user {who.name} may not pass {closed} to its temporary directory"
+    if closed == place:
+        return fail(text, f"chmod 0711 {place}")
+    return fail(f"{text} below {place}", f"set supervisor.state_dir to a place below /var/lib, or: chmod o+x {closed}")
 
 
 def disks(facts: Facts) -> Iterator[Finding]:
@@ -215,6 +232,14 @@ def _by_user(facts: Facts) -> list[tuple[Account, list[EngineSpec]]]:
     return list(found.values())
 
 
+def _own_home(who: Account, home: str) -> str:
+    """Homes of system accounts are often / or /usr/sbin, which must stay root's."""
+    if Path(home).name == who.name:
+        return f"chown {who.name} {home}"
+    own = f"/var/lib/{who.name}"
+    return f"install -d -m 0750 -o {who.name} {own}; usermod -d {own} {who.name} (or set HOME in env)"
+
+
 def _caches(spec: EngineSpec, who: Account) -> list[str]:
     home = spec.env.get("HOME") or who.home
     xdg = spec.env.get("XDG_CACHE_HOME")
@@ -229,6 +254,12 @@ def _existing(place: str) -> str:
     """The nearest directory that is there: what is missing is made below it."""
     path = Path(os.path.abspath(place))  # noqa: PTH100 (links stay)
     return str(next((one for one in (path, *path.parents) if os.path.exists(one)), Path("/")))  # noqa: PTH110 (no errors)
+
+
+def _mount_point(place: str) -> str:
+    """Where the disk of a place is mounted."""
+    path = Path(os.path.realpath(_existing(place)))
+    return str(next(one for one in (path, *path.parents) if os.path.ismount(one)))
 
 
 def _flags(place: str) -> int:

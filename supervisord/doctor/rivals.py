@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
+from supervisord.doctor import survivors
 from supervisord.doctor.box import Box
-from supervisord.doctor.facts import Facts, Unknown
+from supervisord.doctor.facts import Facts
 from supervisord.doctor.findings import Finding, listed, not_checked, ok, warn
 
 _SERVES: Final = re.compile(r"\bvllm['\"]?\s+serve\b|\bvllm\.entrypoints\b")
 _VLLM: Final = re.compile(r"\bvllm(?!-supervisor)\b")
+_SHOWN: Final = 4
 _OURS: Final = re.compile(r"vllm-supervisor\.service|vllm-engine-.+\.service")
 _UNITS: Final = (
     "/etc/systemd/system",
@@ -97,23 +99,23 @@ def supervisors(facts: Facts) -> Iterator[Finding]:
 
 def processes(facts: Facts) -> Iterator[Finding]:
     """Processes that serve with vLLM and are no engine of ours."""
-    known = set()
-    if not isinstance(facts.daemon, Unknown):
-        known = {engine.get("pid") for engine in facts.daemon["engines"]}
+    ours = survivors.pids_of(facts)
+    known = set().union(*(ours or {}).values())
     foreign = [pid for pid in facts.box.pids() if _foreign(facts.box, pid, known)]
     if not foreign:
         yield ok("no vLLM runs beside the supervisor's engines")
         return
     # No more of their command lines: there may be a key in them.
     text = f"pid {listed(map(str, foreign))}: serving with vLLM"
-    if isinstance(facts.daemon, Unknown) and facts.daemon.code != "down":
-        yield not_checked(f"{text}; only the daemon knows which are its engines")
+    if ours is None:
+        yield not_checked(f"{text}; only root and the daemon know which are its engines")
         return
-    remedy = f"ps -o pid,ppid,unit,lstart,args -p {','.join(map(str, foreign))} says who started them; end them there"
+    some = ",".join(map(str, foreign[:_SHOWN]))
+    remedy = f"ps -o pid,ppid,unit,lstart,args -p {some} says who started them; end them there"
     yield warn(f"{text}, and no engine of the supervisor", remedy)
 
 
-def _foreign(box: Box, pid: int, known: set[object]) -> bool:
+def _foreign(box: Box, pid: int, known: set[int]) -> bool:
     """Whether a process serves with vLLM and is in no unit, and not in the session, of an engine."""
     if not _serves((box.text(f"/proc/{pid}/cmdline") or "").split("\0")):
         return False

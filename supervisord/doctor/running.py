@@ -9,6 +9,7 @@ from typing import Any, Final
 from supervisord.config_checks import host_and_port
 from supervisord.control.client import ControlError, RefusedError, get
 from supervisord.core.spec import EngineSpec
+from supervisord.doctor import survivors
 from supervisord.doctor.facts import ASK_S, Facts, Unknown
 from supervisord.doctor.findings import Finding, count, fail, not_checked, ok, warn
 from supervisord.history_read import Reader, UnreadableError, document
@@ -27,27 +28,29 @@ _SETTLED: Final = frozenset({"ready", "draining"})
 
 def ports(facts: Facts) -> Iterator[Finding]:
     """Whether each engine can have its port, or has it."""
+    known = survivors.pids_of(facts)
     for spec in facts.engines:
-        yield _port(spec, facts)
+        yield _port(spec, facts, known)
     own = host_and_port(facts.node.supervisor.listen)
     if own is not None and isinstance(facts.daemon, Unknown) and facts.daemon.code == "down":
         wrong = _taken(*own)
         yield fail(*wrong, "supervisor.listen") if wrong else ok(f"port {own[1]} is free", "supervisor.listen")
 
 
-def _port(spec: EngineSpec, facts: Facts) -> Finding:
+def _port(spec: EngineSpec, facts: Facts, known: Mapping[str, set[int]] | None) -> Finding:
     about = f"engine {spec.name}"
     wrong = _taken(spec.host, spec.port)
     if wrong is None:
         return ok(f"port {spec.port} is free", about)
-    now = _told_of(spec, facts)
-    pid = now.get("pid")
-    if isinstance(pid, int) and (now.get("state") in _SETTLED or ownership((pid,), spec.host, spec.port).ours):
-        return ok(f"port {spec.port} is the engine's own (pid {pid})", about)
-    if isinstance(facts.daemon, Unknown) and facts.daemon.code != "down":
-        return not_checked(
-            f"port {spec.port} is in use, and only the daemon knows whether by the engine", subject=about
-        )
+    pids = (known or {}).get(spec.name, set())
+    settled = _told_of(spec, facts).get("state") in _SETTLED
+    if pids and (settled or ownership(pids, spec.host, spec.port).ours):
+        down = isinstance(facts.daemon, Unknown) and facts.daemon.code == "down"
+        later = "; it outlives its daemon, the next one adopts it" if down else ""
+        return ok(f"port {spec.port} is the engine's own (pid {min(pids)}){later}", about)
+    if known is None:
+        text = f"port {spec.port} is in use, and only root and the daemon know whether by the engine"
+        return not_checked(text, subject=about)
     return fail(*wrong, about)
 
 

@@ -22,7 +22,7 @@ from supervisord.launcher.exits import Exit
 from supervisord.launcher.family import Family
 from supervisord.launcher.orphans import Orphans
 from supervisord.launcher.procfs import Census, Stat
-from supervisord.launcher.records import Record, Records
+from supervisord.launcher.records import DIRECTORY, Record, Records
 from supervisord.launcher.starting import Starter
 from supervisord.state import boot_id
 
@@ -43,9 +43,9 @@ class PlainLauncher(CommonLauncher[Entry]):
         on_exit: Callable[[str, int, int | None, int | None], None],
         on_trouble: Callable[[str], None],
     ) -> None:
-        super().__init__(state_dir, on_exit, on_trouble, {"identity": 0o700, "logs": 0o750})
+        super().__init__(state_dir, on_exit, on_trouble, {DIRECTORY: 0o700, "logs": 0o750})
         self._census = Census(-_CENSUS_S, {}, whole=False)
-        self._records = Records(state_dir / "identity")
+        self._records = Records(state_dir / DIRECTORY)
         self._starter = Starter(self._preparer, self._records)
         self._orphans = Orphans()
         # Orphans of our children become our children: only so can they be found, and buried.
@@ -224,7 +224,7 @@ class PlainLauncher(CommonLauncher[Entry]):
 def living(state_dir: Path) -> list[str]:
     """Engines that a killed daemon left and that did not end, by their identity records."""
     try:
-        records, _ = Records(state_dir / "identity").load()
+        records, _ = Records(state_dir / DIRECTORY).load()
     except OSError:
         return []
     census, boot, found = procfs.census(), boot_id(), []

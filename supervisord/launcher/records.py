@@ -21,7 +21,9 @@ from typing import Any, Final
 from supervisord.core.model import Process
 
 VERSION: Final = 1
-_SUFFIX: Final = ".jsonl"
+DIRECTORY: Final = "identity"
+"""Below the state directory."""
+SUFFIX: Final = ".jsonl"
 _MAX_BYTES: Final = 1024 * 1024
 
 
@@ -98,7 +100,7 @@ class Records:
         records, problems = [], []
         for path in sorted(self._directory.iterdir()):
             try:
-                if path.suffix != _SUFFIX:
+                if path.suffix != SUFFIX:
                     path.unlink()
                     continue
                 record = parse(path.stem, _read(path))
@@ -110,7 +112,7 @@ class Records:
         return records, problems
 
     def _path(self, engine: str) -> Path:
-        return self._directory / f"{engine}{_SUFFIX}"
+        return self._directory / f"{engine}{SUFFIX}"
 
 
 def parse(engine: str, data: bytes) -> Record:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from supervisord.core import kinds
 from supervisord.core.messages import Record, Severity
 from supervisord.webhook.notice import Notice, Subject
 
@@ -165,7 +166,8 @@ class Outbox:
         return f"{self._name} ({self._where})"
 
     def _enqueue(self, notice: Notice, now: float) -> None:
-        if self._repeat_s > 0 and len(self._windows) < SUBJECTS_MAX:
+        once = notice.record.kind in kinds.FINAL
+        if self._repeat_s > 0 and not once and len(self._windows) < SUBJECTS_MAX:
             self._windows[notice.subject] = _Window(now + self._repeat_s)
         if len(self._queue) >= QUEUE_MAX:
             self._queue.popleft()

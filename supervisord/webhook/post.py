@@ -18,7 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 from threading import Timer
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, unquote_plus, urljoin, urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -59,7 +59,7 @@ def send(spec: NotifySpec, message: bytes, timeout_s: float) -> Outcome:
         return Outcome(ok=False, detail=f'ca_file "{spec.ca_file}" is no readable file', again=True)
     exchange = _Exchange(timeout_s)
     try:
-        with requests.Session() as session:
+        with _Session() as session:
             session.trust_env = False  # no proxy, no .netrc, nobody else's certificates
             for scheme in ("http://", "https://"):
                 session.mount(scheme, _Adapter(exchange))
@@ -72,7 +72,7 @@ def send(spec: NotifySpec, message: bytes, timeout_s: float) -> Outcome:
                 stream=True,
                 verify=_authorities(spec),
             ) as answer:
-                return _judged(answer, _secrets(spec.url, theirs.values()))
+                return _judged(answer, spec.url, _secrets(spec.url, theirs.values()))
     except (OSError, HTTPError, ValueError) as error:  # requests' errors are OSErrors
         return Outcome(ok=False, detail=exchange.why or _why(error), again=True)
     finally:
@@ -88,6 +88,13 @@ def _headers(spec: NotifySpec) -> dict[str, str]:
         return headers_of(text)
     except ValueError as error:
         raise SecretError(str(error), "correct that line") from None
+
+
+class _Session(requests.Session):
+    """Takes redirects for answers: requests reads the whole body of one, however long, even to follow none."""
+
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        """There is none."""
 
 
 class _Exchange:
@@ -183,26 +190,41 @@ def _authorities(spec: NotifySpec) -> str | bool:
     return str(CERTIFICATES) if (CERTIFICATES / "ca-certificates.crt").exists() else True
 
 
-def _judged(answer: requests.Response, secrets: Iterable[str]) -> Outcome:
+def _judged(answer: requests.Response, url: str, secrets: Iterable[str]) -> Outcome:
     status = answer.status_code
     if HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
         return Outcome(ok=True, detail=f"HTTP {status}")
     if HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
-        place = printable(bare_urls(answer.headers.get("Location", "")))[:_SAID_CHARS]
-        to = f" to {place}" if place else ""
+        to = _leads_to(url, answer.headers.get("Location", ""))
         return Outcome(
             ok=False, detail=f"HTTP {status}, a redirect{to}: none is followed; write where it leads into url"
         )
-    said = _said(answer)
-    detail = without(secrets, f"HTTP {status}{': ' if said else ''}{said}")
+    said = without(secrets, _said(answer))[:_SAID_CHARS]
+    detail = f"HTTP {status}{': ' if said else ''}{said}"
     again = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _LATER
     return Outcome(ok=False, detail=detail, again=again, wait_s=_retry_after_s(answer) if again else 0.0)
 
 
+def _leads_to(url: str, location: str) -> str:
+    """Scheme and host of where a redirect leads; mostly it is the same URL, secrets and all, with a slash more."""
+    try:
+        parts = urlsplit(urljoin(url, location))
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        return ""
+    if not location or parts.scheme not in {"http", "https"} or not host:
+        return ""
+    return f" to {printable(bare_urls(f'{parts.scheme}://{host}/-'))[:_SAID_CHARS]}"
+
+
 def _secrets(url: str, values: Iterable[str]) -> list[str]:
-    """What an answer must not quote into our log: the words of the headers, the parts of the path and query."""
-    texts = [urlsplit(url)._replace(scheme="", netloc="").geturl(), *values]
-    words = {word for text in texts for word in re.split(r"[\s/?&=]", text) if len(word) >= SECRET_CHARS}
+    """What an answer must not quote into our log: the words of the headers, the parts of the path and query.
+
+    Those of the URL also as their receiver reads them.
+    """
+    rest = urlsplit(url)._replace(scheme="", netloc="").geturl()
+    parts = [part for text in (rest, *values) for part in re.split(r"[\s/?&=]", text)]
+    words = {word for part in parts for word in (part, unquote(part), unquote_plus(part)) if len(word) >= SECRET_CHARS}
     return sorted(words, key=len, reverse=True)
 
 
@@ -212,7 +234,7 @@ def _said(answer: requests.Response) -> str:
         text = answer.raw.read(_SAID_BYTES).decode()
     except (OSError, HTTPError, ValueError):
         return ""
-    return printable(text.strip().partition("\n")[0])[:_SAID_CHARS]
+    return printable(text.strip().partition("\n")[0])
 
 
 def _retry_after_s(answer: requests.Response) -> float:

@@ -57,8 +57,8 @@ class Sick:
 
     def __post_init__(self) -> None:
         self.root = self.folder / "root"
-        self.home = self.folder / "home"
-        self.home.mkdir()
+        self.home = self.folder / "home" / "vllm"
+        self.home.mkdir(parents=True)
         for place in ("dev/shm", "proc", "etc", "sys"):
             (self.root / place).mkdir(parents=True)
         self.write("/sys/module/nvidia/version", f"{DRIVER}\n")

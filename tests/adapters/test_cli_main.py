@@ -143,6 +143,19 @@ def test_a_bug_is_a_sentence_and_70(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("words", ["status", "status --json", "status qwen", "events", "gpu", "plan --help"])
+def test_an_output_that_is_full_or_closed_is_no_bug_of_ours(words: str, tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path, engine("qwen")) as daemon:
+        line = f"{sys.executable} -m supervisord --socket {daemon.socket} {words}"
+        full = subprocess.run(["/bin/sh", "-c", f"{line} >/dev/full"], capture_output=True, text=True, check=False)
+        closed = subprocess.run(["/bin/sh", "-c", f"{line} >&-"], capture_output=True, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    assert (full.returncode, full.stderr) == (
+        70,
+        "vllm-supervisor: cannot write what there is to say: No space left on device\n",
+    )
+
+
 def test_a_terminal_that_cannot_write_a_name_gets_a_question_mark(tmp_path: Path) -> None:
     with FakeDaemon(tmp_path, engine("qwen", model="模型")) as daemon:
         found = run("status", VLLM_SUPERVISOR_SOCKET=daemon.socket, PYTHONIOENCODING="latin-1")

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from supervisord.cli import frame, render, watch
+from supervisord.control.client import ANSWER_S
 from supervisord.core.model import Failed, FailedKind
 from tests.adapters.fake_daemon import FakeDaemon, engine, stamp
 from tests.adapters.test_cli_status import GOLDEN, SCENES, WALL, document, size
@@ -304,6 +306,23 @@ def test_a_daemon_that_goes_and_comes_back(daemon: FakeDaemon, tmp_path: Path) -
             os.write(terminal.ours, b"q")
             terminal.end()
             assert terminal.process.returncode == 0
+
+
+def test_a_daemon_that_hangs_is_told_before_anybody_believes_an_old_picture(daemon: FakeDaemon) -> None:
+    awake = threading.Event()
+
+    def hang(_: FakeDaemon) -> None:
+        awake.wait(DEADLINE_S)
+
+    daemon.script = [hang]
+    with Terminal(daemon.socket) as terminal:
+        seen = terminal.wait("cannot get an answer from the daemon.*what follows was seen [0-9]+s ago.*q ends")
+        told = re.search("seen ([0-9]+)s ago", seen)
+        assert told is not None
+        assert float(told[1]) < ANSWER_S, "the patience of other commands is for those who see nothing meanwhile"
+        assert re.search("qwen +ready", seen)
+        awake.set()
+        terminal.wait(r"\x1b\[H2 of 2 wanted engines ready.*q ends")
 
 
 def test_only_one_engine(daemon: FakeDaemon) -> None:

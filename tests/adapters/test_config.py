@@ -616,8 +616,14 @@ _DIR, _FILE, _LINK, _STICKY = stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK, stat.S_I
         ([("/", 0, _DIR | 0o757), ("/etc", 0, _DIR | 0o755), ("/etc/c", 0, _FILE | 0o644)], "chmod go-w /"),
         # mktemp -d of root's under /tmp; somebody else's; a name directly in /tmp
         ([("/tmp", 0, _DIR | _STICKY | 0o777), ("/tmp/d", 0, _DIR | 0o700), ("/tmp/d/c", 0, _FILE | 0o600)], None),
-        ([("/tmp", 0, _DIR | _STICKY | 0o777), ("/tmp/d", 7, _DIR | 0o700)], "chmod go-w /tmp"),
-        ([("/tmp", 0, _DIR | _STICKY | 0o777)], "chmod go-w /tmp"),
+        (
+            [("/tmp", 0, _DIR | _STICKY | 0o777), ("/tmp/d", 7, _DIR | 0o700)],
+            "move it to a directory that only root can write, such as /etc/vllm-supervisor",
+        ),
+        (
+            [("/tmp", 0, _DIR | _STICKY | 0o777)],
+            "move it to a directory that only root can write, such as /etc/vllm-supervisor",
+        ),
         ([("/tmp", 7, _DIR | _STICKY | 0o777), ("/tmp/d", 0, _DIR | 0o700)], "chown root /tmp"),
         # a link says nothing by its own mode, its directory does
         (
@@ -626,7 +632,7 @@ _DIR, _FILE, _LINK, _STICKY = stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK, stat.S_I
         ),
         (
             [("/tmp", 0, _DIR | _STICKY | 0o777), ("/tmp/l", 7, _LINK | 0o777), ("/c", 0, _FILE | 0o644)],
-            "chmod go-w /tmp",
+            "move it to a directory that only root can write, such as /etc/vllm-supervisor",
         ),
         (
             [("/etc", 0, _DIR | 0o755), ("/etc/l", 0, _LINK | 0o777), ("/h", 7, _DIR | 0o755), ("/h/c", 0, _FILE)],
@@ -686,7 +692,8 @@ def test_root_refuses_what_others_can_change(spoil: str, tmp_path: Path) -> None
         load(path, trust=True)
     (problem,) = caught.value.problems
     assert re.match(
-        r"cannot trust /.*: the daemon is root, and /.* is not root's alone: .*; ch(own root|mod go-w) /", str(problem)
+        r"cannot trust /.*: the daemon is root, and /.* is not root's alone: .*; (ch(own root|mod go-w) /|move it to)",
+        str(problem),
     )
     assert load(path, trust=False).spec.engines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -191,15 +192,20 @@ def test_no_compiler(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = place.box.folder / "tools"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
-    found = {finding.verdict: finding for finding in place.box.ask("compiler")}
-    assert f"no C compiler in {place.installation.program.parent}:{tools}" in found[FAIL].message
-    assert found[FAIL].remedy.startswith("apt-get install gcc")
+    seen = {finding.verdict: finding for finding in place.box.ask("compiler")}
+    assert f"no C compiler in {place.installation.program.parent}:{tools}" in seen[FAIL].message
+    assert seen[FAIL].remedy.startswith("apt-get install gcc")
     place.engine(tables="[engine.q.args]\nenforce-eager = true")
     assert FAIL not in {finding.verdict for finding in place.box.ask("compiler")}
     compiler = tools / "gcc"
     compiler.touch()
     compiler.chmod(0o755)
     assert not any("no C compiler" in finding.message for finding in place.box.ask("compiler"))
+    place.engine(tables=f'[engine.q.env]\nCC = "{tools}/cc"')
+    (found,) = [finding for finding in place.box.ask("compiler") if finding.verdict is FAIL]
+    assert f"CC = {tools}/cc cannot be found" in found.message, "nobody looks for another one then"
+    place.engine(tables=f'[engine.q.env]\nCC = "{compiler}"')
+    assert FAIL not in {finding.verdict for finding in place.box.ask("compiler")}
 
 
 def test_headers_of_python(place: Place) -> None:
@@ -245,7 +251,30 @@ def test_a_home_that_is_missing_or_cannot_be_written(place: Place) -> None:
     place.box.home.chmod(0o777)
     assert place.box.one("home")[0] is OK
     place.box.home.rmdir()
-    assert place.box.one("home")[0] is FAIL
+    assert place.box.one("home") == (
+        FAIL,
+        f"the home of user vllm, {place.box.home}, is not there: vLLM keeps its caches in it",
+        f"install -d -m 0750 -o vllm {place.box.home}",
+    )
+
+
+@pytest.mark.parametrize("home", ["/", "/usr/sbin", "/nonexistent", "/nonexistent/vllm", "/var/lib/not-there-yet"])
+def test_no_remedy_gives_away_what_is_not_the_engines_own(place: Place, home: str) -> None:
+    """Whoever is paged at night copies it: `chown -R vllm /var/lib` ends the machine."""
+    foreign(place)
+    place.box.accounts["vllm"] = replace(place.box.accounts["vllm"], home=home)
+    shared = place.installation.state_dir.parent / "shared"
+    shared.mkdir(mode=0o755)
+    place.engine(tables=f'[engine.q.env]\nHF_HOME = "{shared}/models/hub"')
+    found = [finding for check in ("home", "caches") for finding in place.box.ask(check)]
+    assert FAIL in {finding.verdict for finding in found}
+    for finding in found:
+        words = finding.remedy.partition(";")[0].split()
+        if "chown" in words:
+            assert words[-1] in finding.message.split(), "no directory above it"
+            assert words[-1] not in {"/", "/usr/sbin", str(shared)}
+    remedies = {finding.remedy for finding in found}
+    assert f"install -d -o vllm {shared}/models/hub" in remedies
 
 
 def test_caches_that_cannot_be_written(place: Place) -> None:
@@ -258,6 +287,7 @@ def test_caches_that_cannot_be_written(place: Place) -> None:
     assert f"user vllm cannot write {cache}" in [finding.message for finding in place.box.ask("caches")]
     place.engine(tables=f'[engine.q.env]\nVLLM_CACHE_ROOT = "{place.box.home}/elsewhere"\nXDG_CACHE_HOME = "{cache}"')
     closed = {finding.message for finding in place.box.ask("caches")}
+    assert f"chown -R vllm {cache}" not in {finding.remedy for finding in place.box.ask("caches")}
     assert closed == {f"user vllm cannot write {cache}/huggingface", f"user vllm cannot write {cache}/flashinfer"}
 
 
@@ -272,6 +302,14 @@ def test_the_state_directory(place: Place) -> None:
             f"user vllm may not pass {state} to its temporary directory",
             f"chmod 0711 {state}",
         )
+        state.chmod(0o711)
+        state.parent.chmod(0o700)
+        verdict, text, remedy = place.box.one("state_dir")
+        assert (verdict, text) == (
+            FAIL,
+            f"user vllm may not pass {state.parent} to its temporary directory below {state}",
+        )
+        assert remedy.endswith(f"chmod o+x {state.parent}")
         os.chown(state, 4242, -1)
     assert "and the daemon is root" in place.box.one("state_dir")[1]
     state.rmdir()
@@ -324,6 +362,10 @@ def test_a_disk_mounted_noexec(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "statvfs", lambda _: rigid)
     assert "noexec" in place.box.one("state_dir")[1]
     assert {finding.verdict for finding in place.box.ask("caches")} == {FAIL}
+    for finding in (*place.box.ask("state_dir"), *place.box.ask("caches")):
+        remount = re.match("mount -o remount,exec ([^ ,]+)", finding.remedy)
+        assert remount is not None
+        assert os.path.ismount(remount[1]), "mount(8) takes no other directory"
 
 
 def test_open_files(place: Place) -> None:
@@ -365,7 +407,11 @@ def test_a_port_names_its_holder(place: Place) -> None:
             "gpus": [],
         }
         assert place.box.one("port")[0] is FAIL
-    place.box.daemon = DOWN
+        place.box.daemon = DOWN
+        place.box.process(os.getpid(), "vllm", cgroup="/vllm.slice/vllm-engine-q.service")
+        text = f"port {port} is the engine's own (pid {os.getpid()}); it outlives its daemon, the next one adopts it"
+        found = next(finding for finding in place.box.ask("port") if finding.subject == "engine q")
+        assert (found.verdict, found.message) == (OK, text)
     found = next(finding for finding in place.box.ask("port") if finding.subject == "engine q")
     assert (found.verdict, found.message) == (OK, f"port {port} is free")
 

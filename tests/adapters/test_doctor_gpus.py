@@ -269,6 +269,22 @@ def test_a_quarantine_is_the_daemons_knowledge(box: Sick) -> None:
     assert box.one("gpu_quarantine")[0] is OK
 
 
+@pytest.mark.parametrize("name", ["0", "GPU-00000000-aaaa", "0000:1b:00.0"])
+def test_a_gpu_in_quarantine_is_not_asked_and_so_not_called_silent(box: Sick, name: str) -> None:
+    """Its engine's configuration is right, and what is to be done about it stands in its quarantine."""
+    box.text = ENGINE.replace('gpus = ["0"]', f'gpus = ["{name}"]')
+    box.readings = (gpu(0, error=16), gpu(1))
+    box.card("0000:1c:00.0", "0x030000")
+    told = {"uuid": "GPU-00000000-aaaa", "pci_id": "0000:1b:00.0", "index": 0, "quarantined": True, "reasons": []}
+    box.daemon = {"supervisor": {}, "engines": [], "gpus": [told]}
+    assert [(finding.verdict, finding.subject, finding.message) for finding in box.ask("gpus")] == [
+        (NOT_CHECKED, "GPU 0 (GPU-00000000-aaaa)", "in quarantine, so it is not asked (check gpu_quarantine)"),
+        (OK, "", "NVIDIA GeForce RTX 3090"),
+    ]
+    box.daemon = {"supervisor": {}, "engines": [], "gpus": [{**told, "quarantined": False}]}
+    assert FAIL in {finding.verdict for finding in box.ask("gpus")}
+
+
 def test_wsl_has_no_device_files(box: Sick) -> None:
     shutil.rmtree(box.root / "dev")
     box.write("/dev/dxg", "")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from supervisord import __version__
+from supervisord.core.model import Process
 from supervisord.doctor import box as doctor_box
 from supervisord.doctor.box import Box
 from supervisord.doctor.checks import CHECKS, Check
@@ -18,6 +19,7 @@ from supervisord.doctor.examine import examine, failed
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, Verdict, listed, ok
 from supervisord.doctor.service import seconds
+from supervisord.launcher.records import DIRECTORY, Record, Records
 from tests.adapters.doctor_box import Sick
 
 OK, WARN, FAIL, NOT_CHECKED = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.NOT_CHECKED
@@ -237,6 +239,40 @@ def test_processes_that_serve_beside_the_engines(box: Sick) -> None:
     assert box.one("rival_processes")[0] is OK
     box.daemon = Unknown("may not be used", "denied")
     assert box.one("rival_processes")[0] is NOT_CHECKED
+
+
+@pytest.mark.parametrize("config", [Unknown("it may not be read", "denied"), None])
+def test_nothing_is_said_of_what_a_configuration_that_cannot_be_read_says(box: Sick, config: Unknown | None) -> None:
+    """The default state directory is well; whether it is the one that is used, nobody knows."""
+    box.without_driver(cards=False)
+    assert box.one("driver")[1] == "no NVIDIA GPU here, and no engine of the configuration needs one"
+    box.config, box.text = config, "[supervisor\n"
+    assert box.one("driver")[1] == "no NVIDIA GPU here"
+    assert box.one("state_dir")[0] is NOT_CHECKED
+
+
+def test_engines_that_outlive_their_daemon_are_no_strangers(box: Sick) -> None:
+    """The next daemon adopts them: whoever ends them at night ends what still serves."""
+    state = box.folder / "state"
+    box.text = f'[supervisor]\nstate_dir = "{state}"\n'
+    folder = state / DIRECTORY
+    folder.mkdir(parents=True)
+    for name, pid in {"a": 10, "gone": 20}.items():
+        Records(folder).put(Record(name, 1, "plan", 0, Process(pid, 777, "boot"), "/tmp/x", 0))
+        box.process(pid, "vllm", ("vllm", "serve", "x"))
+    (folder / "broken.jsonl").write_text("{")
+    box.write("/proc/10/stat", f"10 (vllm) S 1 10 10 {'0 ' * 15}777 0")
+    box.write("/proc/20/stat", f"20 (sleep) S 1 20 20 {'0 ' * 15}888 0")
+    assert box.one("rival_processes")[1] == "pid 20: serving with vLLM, and no engine of the supervisor"
+    assert (folder / "broken.jsonl").exists()
+    with (folder / "a.jsonl").open("a") as file:
+        file.write('{"ended": true}\n')
+    assert box.one("rival_processes")[1].startswith("pid 10, 20: ")
+    box.daemon = Unknown("it did not come in time", "trouble")
+    assert box.one("rival_processes")[0] is WARN, "what a daemon wrote is known while it hangs"
+    folder.rename(state / "elsewhere")
+    folder.touch()
+    assert box.one("rival_processes")[0] is NOT_CHECKED, "whoever cannot read it does not know"
 
 
 # --- what may go wrong while checking ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -46,6 +47,32 @@ def test_a_full_socket_does_not_block(manager: socket.socket) -> None:
     for _ in range(5000):
         notifier.watchdog()
     assert time.monotonic() - began < 5
+    notifier.close()
+
+
+def test_what_a_full_socket_did_not_take_is_said_again(manager: socket.socket) -> None:
+    """A manager that was busy for a moment must hear of READY=1, or it ends the daemon when a start takes too long."""
+    notifier = Notifier()
+    for _ in range(5000):
+        notifier.watchdog()
+    notifier.ready()
+    notifier.status("2 of 2")
+    notifier.stopping()
+    manager.setblocking(False)
+
+    def heard() -> list[str]:
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(manager.recv(4096).decode())
+        return found
+
+    assert set(heard()) == {"WATCHDOG=1"}
+    for _ in range(2):
+        notifier.watchdog()
+        notifier.status("2 of 2")
+        notifier.stopping()
+    assert heard() == ["READY=1", "WATCHDOG=1", "STATUS=2 of 2", "STOPPING=1", "WATCHDOG=1"]
     notifier.close()
 
 

@@ -68,6 +68,16 @@ def test_of_repetitions_the_last_comes_at_the_end_with_their_number() -> None:
     assert [(one.id, one.repeated) for one in drain(box, 600.0)] == [("d-6", 0)]
 
 
+@pytest.mark.parametrize("kind", ["failed", "gpu_quarantined"])
+def test_what_only_a_person_ends_is_told_at_once_each_time(kind: str) -> None:
+    """Reset at night, ready, failed again a minute later: whoever went back to bed must be woken."""
+    box = outbox(repeat_s=3600)
+    box.offer(notice(1, kind), 0.0)
+    box.offer(notice(2, "ready"), 30.0)
+    box.offer(notice(3, kind), 60.0)
+    assert [one.id for one in drain(box, 60.0)] == ["d-1", "d-2", "d-3"]
+
+
 def test_after_a_quiet_window_a_message_is_sent_at_once() -> None:
     box = outbox(repeat_s=300)
     box.offer(notice(1), 0.0)

@@ -89,6 +89,53 @@ def test_a_redirect_is_not_followed() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("location", "to"),
+    [
+        ("", ""),
+        ("/hook/precious/", " to http://{here}/..."),
+        ("precious/", " to http://{here}/..."),
+        ("?key=precious", " to http://{here}/..."),
+        ("//elsewhere.example/precious", " to http://elsewhere.example/..."),
+        ("https://precious:precious@elsewhere.example:444", " to https://elsewhere.example:444/..."),
+        ("https:precious", ""),
+        ("mailto:precious", ""),
+        ("https://[precious", ""),
+    ],
+)
+def test_a_redirect_shows_no_more_than_scheme_and_host(location: str, to: str) -> None:
+    """The usual one quotes our own path with a slash more."""
+    with FakeServer(lambda _: answer(301, headers=f"Location: {location}\r\n")) as server:
+        outcome = post.send(spec_for(server, "/hook/precious?key=precious"), MESSAGE, 10)
+        to = to.format(here=f"{server.host}:{server.port}")
+    assert outcome.detail == f"HTTP 301, a redirect{to}: none is followed; write where it leads into url"
+
+
+@pytest.mark.parametrize("status", [200, 302, 404, 500])
+def test_an_answer_is_not_read_to_its_end(status: int) -> None:
+    """A page of gigabytes would fill the daemon's memory."""
+
+    def script(_: Request) -> None:
+        drip(server, f"HTTP/1.1 {status} X\r\nLocation: /b\r\n\r\n{'y' * 2000}".encode())
+
+    with FakeServer(script) as server:
+        outcome = post.send(spec_for(server), MESSAGE, SOON_S)
+        assert server.closed_by_peer.wait(SOON_S)
+    assert outcome.detail.startswith(f"HTTP {status}")
+
+
+@pytest.mark.parametrize("before", range(60, 110, 3))
+def test_a_secret_is_hidden_also_where_the_quotation_is_cut(before: int) -> None:
+    outcome = sent(lambda _: answer(404, f"{'x' * before}{SECRET}"), f"/hook/{SECRET}")
+    assert len(outcome.detail) <= len("HTTP 404: ") + 100
+    assert SECRET[:3] not in outcome.detail
+
+
+def test_a_secret_is_hidden_also_as_the_receiver_reads_it() -> None:
+    outcome = sent(lambda _: answer(404, "no a:precious and no b precious"), "/hook/a%3Aprecious?key=b+precious")
+    assert outcome.detail == "HTTP 404: no (hidden) and no (hidden)"
+
+
 def test_what_an_answer_quotes_of_our_secrets_is_hidden(tmp_path: Path) -> None:
     file = headers_file(tmp_path, f"Authorization: Bearer {SECRET}\n")
 
@@ -265,8 +312,19 @@ def test_a_certificate_of_another_host(tls: ssl.SSLContext) -> None:
 
 
 def test_plain_http_where_tls_was_meant() -> None:
-    with FakeServer(lambda _: answer(200)) as server:
-        outcome = post.send(spec_for(server, scheme="https"), MESSAGE, 10)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:  # at once: what TLS sends first is random, and may or may not look like a line
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.recv(65536)
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        url = f"https://127.0.0.1:{server.getsockname()[1]}/hook"
+        outcome = post.send(NotifySpec(name="ops", url=url), MESSAGE, SOON_S)
+        thread.join()
     assert (outcome.ok, outcome.again) == (False, True)
     assert outcome.detail.startswith("TLS failed: "), outcome
 
