@@ -103,6 +103,10 @@ class Outside(Protocol):
     def helpers(self) -> int:
         """Probe processes of this daemon that live."""
 
+    @property
+    def adoptable(self) -> set[str]:
+        """Engines whose main process this daemon found alive."""
+
     def budgeted(self, engine: str) -> list[float]:
         """When restarts that cost budget were decided, of launch plans that had never been ready."""
 
@@ -557,11 +561,16 @@ WORLD_INVARIANTS: Final = (
 )
 
 
-def what_was_saved_survives(_: Outside, before: Node, after: Node) -> None:
-    """A daemon that comes after another in the same boot wants what that one wanted, and counts on."""
+def what_was_saved_survives(world: Outside, before: Node, after: Node) -> None:
+    """A daemon that comes after another in the same boot wants what that one wanted, and counts on.
+
+    An engine that an operator drained, and that ended, is not wanted any more; perhaps no daemon had heard of its end.
+    """
     for name, old in before.engines.items():
         new = after.engines.get(name)
-        if new is not None and not old.removed and (new.wanted, new.generation >= old.generation) != (old.wanted, True):
+        drained = isinstance(old.phase, Draining) and old.phase.after is After.HOLD
+        wanted = old.wanted and not (drained and name not in world.adoptable)
+        if new is not None and not old.removed and (new.wanted, new.generation >= old.generation) != (wanted, True):
             _fail(what_was_saved_survives, f"{name}: {brief(before)} -> {brief(after)}")
 
 
