@@ -339,10 +339,19 @@ def one_start_a_gpu(step: Step) -> None:
     """No engine is launched while another one of its GPUs is between its launch and /health 200, or is stopping."""
     for engine in _launched(step):
         for other in step.after.engines.values():
-            busy = isinstance(other.phase, Starting | Stopping) or other.launching is not None
+            stopping = isinstance(other.phase, Stopping) and not _stops_later(step, engine, other)
+            busy = stopping or isinstance(other.phase, Starting) or other.launching is not None
             same = other.spec.name == engine.spec.name
             if busy and not same and _on_one_gpu(step.after, engine, other):
                 _fail(one_start_a_gpu, f"{engine.spec.name} is launched while {brief(step.after)}")
+
+
+def _stops_later(step: Step, launched: Engine, other: Engine) -> bool:
+    """Whether the stop of `other` began in this very step, after the launch."""
+    before = step.before.engines.get(other.spec.name)
+    told = [action.engine for action in step.actions if isinstance(action, Launch | Terminate | Sweep)]
+    later = told[told.index(launched.spec.name) :]
+    return before is not None and not isinstance(before.phase, Stopping) and other.spec.name in later
 
 
 def _on_one_gpu(node: Node, one: Engine, other: Engine) -> bool:
