@@ -27,7 +27,8 @@ _MEMORY_MIB: Final = 1024
 _DISK: Final = "2G"
 _QEMU: Final = "qemu-system-x86_64"
 _NEEDED: Final = ((_QEMU, "qemu-system-x86"), ("mkfs.ext4", "e2fsprogs"), ("unshare", "util-linux"))
-_PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
+_PATH: Final = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
+"""mkfs is not on everybody's, not even root's."""
 
 _SERVICE: Final = "under-test.service"
 _KERNEL_LINE: Final = (
@@ -146,5 +147,6 @@ def _make_disk(root: Path, files: Mapping[str, Path], command: str, place: Path)
         stderr=subprocess.PIPE,
         text=True,
         check=False,
+        env={**os.environ, "PATH": _PATH},
     )
     assert made.returncode == 0, f"cannot make the disk of a virtual machine: {made.stderr}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from tests.packaging.conftest import build
 
 SUITES: Final = os.environ.get("VLLM_SUPERVISOR_TEST_SUITES", "trixie").split()
 ADVICE: Final = "the kernel ended it because memory ran out; give the machine or the engine more"
+REMEDY: Final = "give the machine or the engine more memory; or fewer engines, a smaller cpu-offload-gb"
 
 pytestmark = pytest.mark.timeout(machine.MAKE_S + machine.RUN_S + 300)
 
@@ -48,8 +49,7 @@ def seen(request: pytest.FixtureRequest, package: Path) -> Seen:
 @pytest.fixture(params=["slice", "unit"])
 def case(request: pytest.FixtureRequest, seen: Seen) -> Seen:
     """An engine that grew beyond the limit of the slice, and one that grew beyond its unit's."""
-    found: Seen = seen[request.param]
-    return found
+    return cast("Seen", seen[request.param])
 
 
 def test_the_limit_holds_for_the_next_generation_too(case: Seen) -> None:
@@ -72,7 +72,9 @@ def test_events_and_why_say_so(case: Seen) -> None:
     name = case["before"]["name"]
     (exited,) = [event for event in case["events"] if event["kind"] == "exited"]
     assert exited["message"] == f"{name} ended by itself while ready: killed by SIGKILL (oom_host): {ADVICE}"
-    print(case["why"])
+    told = {line["section"]: line["text"] for line in reversed(case["why"]["lines"])}
+    assert f"killed by SIGKILL (oom_host): {ADVICE}" in told["SEEN"]
+    assert REMEDY in told["DO"]
 
 
 def test_the_next_generation_is_ready_and_nothing_of_the_first_is_left(case: Seen) -> None:
