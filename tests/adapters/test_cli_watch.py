@@ -29,7 +29,8 @@ from tests.adapters.test_cli_status import GOLDEN, SCENES, WALL, document, size
 from tests.sim.engine import wait_until
 
 DEADLINE_S = 60.0
-SEEN_AGO = r"(?:\x1b\[K\r\n| )+".join(["what", "follows", "was", "seen", "([0-9]+)s", "ago"])
+_GAP = r"(?:\x1b\[K\r\n| )+"
+SEEN_AGO = f"what{_GAP}follows{_GAP}was{_GAP}seen{_GAP}([0-9]+)s{_GAP}ago"
 """Wherever the line is broken: that depends on the length of the socket's path."""
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 EVENTS = [
