@@ -32,6 +32,7 @@ enforce-eager = true
 VLLM_CPU_KVCACHE_SPACE = "1"
 HF_HUB_OFFLINE = "1"
 VLLM_NO_USAGE_STATS = "1"
+ENV
 [engine.NAME.warmup]
 max_rounds = 2
 [engine.NAME.restart]
@@ -40,7 +41,8 @@ backoff_initial_s = 0.2
 
 
 def section(vllm: RealVllm, name: str, port: int) -> str:
-    return engine_toml(name, [str(vllm.command), "serve"], port, str(vllm.model), ARGS.replace("NAME", name))
+    extra = ARGS.replace("NAME", name).replace("ENV\n", f"{vllm.env}\n")
+    return engine_toml(name, [str(vllm.command), "serve"], port, str(vllm.model), extra)
 
 
 def complete(port: int, tokens: int = 8) -> Document:
