@@ -34,7 +34,7 @@ class Record:
 RECORD = Record()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def record() -> Record:
     return RECORD
 

@@ -29,16 +29,21 @@ from supervisord.engine.metrics import PageMetrics, parse
 from supervisord.engine.profiles import shipped
 from tests.daemon.harness import Daemon, Document
 from tests.e2e_cpu.conftest import RealVllm
-from tests.e2e_cpu.test_real_vllm import READY_S, complete, section, stream, titled
+from tests.e2e_cpu.test_real_vllm import complete, section, stream, titled
 from tests.e2e_matrix.conftest import Record
 from tests.sim.engine import alive, free_port
 
+READY_S = 900
+"""What takes 30 s on a quiet machine took 290 s at a load of ten for each core."""
 STOP_S = 45
 """Longer than vLLM's own shutdown, and than the 900 tokens of a stream take on a busy machine."""
 OWN_FLAGS = ("shutdown-timeout", "disable-access-log-for-endpoints")
 """What the supervisor adds to a command line where the release has it (supervisord/engine/launch.py)."""
 OPTIONAL = {"draft_tokens", "accepted_tokens", "waiting_by_reason", "awake", "kv_cache_size_tokens"}
 """Signals that a rule can do without. Draft tokens: only with speculative decoding, which a CPU engine has not here."""
+
+
+pytestmark = pytest.mark.timeout(2 * READY_S)
 
 
 @dataclass
@@ -59,7 +64,7 @@ class Node:
 
     def at(self, kind: str, count: int = 1) -> float:
         """When the engine's `count`-th event of this kind was."""
-        return _time(self.daemon.wait_event(kind, "a", count))
+        return _time(self.daemon.wait_event(kind, "a", count, READY_S))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,7 @@ def flags(node: Node, record: Record) -> FlagSet:
     command = (str(node.vllm.command), "serve")
     spec = EngineSpec(name="a", model=str(node.vllm.model), port=node.port, command=command)
     began = time.monotonic()
-    found = FlagBook(node.daemon.state_dir, as_root=False, base_env=os.environ).read(spec, timeout_s=400)
+    found = FlagBook(node.daemon.state_dir, as_root=False, base_env=os.environ).read(spec, timeout_s=READY_S)
     assert isinstance(found, FlagSet), found
     record.note(flags=len(set(found.names.values())), flags_s=round(time.monotonic() - began, 1))
     return found
@@ -109,7 +114,7 @@ def test_flags(node: Node, flags: FlagSet, record: Record) -> None:
     profiles = {name for profile in shipped() for name in profile.args}
     record.note(flags_lacking=lacking + sorted(name for name in profiles if flags.get(name) is None))
 
-    done = node.daemon.cli("check-config", str(node.daemon.config), timeout_s=300)
+    done = node.daemon.cli("check-config", str(node.daemon.config), timeout_s=READY_S)
     assert done.returncode == 0, done.stderr
     plan = node.daemon.request("plan", "--config", str(node.daemon.config))
     for name in OWN_FLAGS:
@@ -119,7 +124,7 @@ def test_flags(node: Node, flags: FlagSet, record: Record) -> None:
     wrong = {"max-modal-len": 1024, gone: 4, **dict.fromkeys(lacking, 5)}
     args = "".join(f"{name} = {value}\n" for name, value in wrong.items())
     node.daemon.configure(node.toml.replace("[engine.a.args]\n", f"[engine.a.args]\n{args}"))
-    done = node.daemon.cli("check-config", str(node.daemon.config), timeout_s=300)
+    done = node.daemon.cli("check-config", str(node.daemon.config), timeout_s=READY_S)
     node.daemon.configure(node.toml)
     assert done.returncode == 2
     refusals = [line for line in done.stderr.splitlines() if line.startswith("cannot use engine.a.args.")]
@@ -246,7 +251,8 @@ def test_stop_now_under_a_stream(engine: Node, flags: FlagSet, record: Record) -
 
 def test_drain_under_a_stream(engine: Node, record: Record) -> None:
     """The supervisor's own drain needs nothing of the release; the SIGTERM that follows meets an idle engine."""
-    engine.daemon.request("start", "a", "--wait")
+    engine.daemon.request("start", "a")
+    engine.daemon.wait_state("a", "ready", READY_S)
     seen = _stop(engine)
     record.note(drain=seen)
     assert (seen["stream"], seen["code"]) == ("complete", 0), seen
