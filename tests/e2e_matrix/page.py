@@ -65,6 +65,8 @@ def _listed(names: list[str], form: str = "{}") -> str:
 
 
 def _how(end: Seen) -> str:
+    if end["code"] is None and end["signal"] is None:
+        return "/health 503, killed by the supervisor"
     return f"exit {end['code']}" if end["signal"] is None else f"signal {end['signal']}"
 
 
