@@ -78,10 +78,10 @@ def kill_and_expect_one_new_generation(daemon: Daemon, pid: int, port: int) -> D
     return after
 
 
-def stream(port: int) -> socket.socket:
+def stream(port: int, tokens: int = 900) -> socket.socket:
     """A client that streams a long answer and reads only its beginning."""
     body = json.dumps(
-        {"model": "tiny", "prompt": "once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        {"model": "tiny", "prompt": "once", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     ).encode()
     client = socket.create_connection(("127.0.0.1", port), timeout=60)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

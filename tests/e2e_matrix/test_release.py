@@ -35,8 +35,8 @@ from tests.sim.engine import alive, free_port
 
 READY_S = 900
 """What takes 30 s on a quiet machine took 290 s at a load of ten for each core."""
-STOP_S = 45
-"""Longer than vLLM's own shutdown, and than the 900 tokens of a stream take on a busy machine."""
+STOP_S = 150
+"""Longer than the 600 tokens of a stream take on that machine: it made 8 tokens a second. 4 s on a quiet one."""
 OWN_FLAGS = ("shutdown-timeout", "disable-access-log-for-endpoints")
 """What the supervisor adds to a command line where the release has it (supervisord/engine/launch.py)."""
 OPTIONAL = {"draft_tokens", "accepted_tokens", "waiting_by_reason", "awake", "kv_cache_size_tokens"}
@@ -221,7 +221,7 @@ class Streaming:
     """A client that reads a long stream to its end; `how` it ended: done, or what came instead."""
 
     def __init__(self, port: int) -> None:
-        self._client = stream(port)
+        self._client = stream(port, tokens=600)
         self.how = "open"
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -272,7 +272,7 @@ def _stop(node: Node, *options: str) -> Document:
     processes = daemon.engine_processes("a")
     counts = {kind: len(daemon.events(kind, "a")) + 1 for kind in ("stopping", "stopped")}
     client = Streaming(node.port)
-    done = daemon.cli("stop", "a", *options, "--wait", timeout_s=180)
+    done = daemon.cli("stop", "a", *options, "--wait", timeout_s=4 * STOP_S)
     assert done.returncode == 0, done.stderr
     assert [process for process in processes if alive(process)] == []
     stopped = daemon.engine("a")
