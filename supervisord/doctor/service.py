@@ -16,7 +16,7 @@ from supervisord.launcher.service import DAEMON
 SYSTEMD_MIN: Final = 249
 """Ubuntu 22.04; the unit uses its keys only."""
 
-_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|min|h|d|w|month|y)")
+_SPAN: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)(us|ms|s|min|h|d|w|month|y)")
 _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800, "month": 2629800}
 _SHOWN: Final = 5
 _NEEDRESTART: Final = "/etc/needrestart/conf.d"
