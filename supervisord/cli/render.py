@@ -111,8 +111,8 @@ def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[s
     lines: list[str] = []
     line, room = first, max(_WRAP_MIN, width - len(first))
     for word in cell(text).split():
+        size = columns(word)
         while True:
-            size = columns(word)
             gap = 0 if line in {first, rest} else 1
             if gap + size <= room:
                 line, room = f"{line}{' ' * gap}{word}", room - gap - size
@@ -120,6 +120,7 @@ def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[s
             if not gap:  # longer than a line
                 part = _first(word, room) or word[0]
                 line, word = f"{line}{part}", word[len(part) :]  # noqa: PLW2901 (the rest of it)
+                size -= columns(part)
             lines.append(line)
             line, room = rest, max(_WRAP_MIN, width - len(rest))
     return [*lines, line] if line.strip() else lines
@@ -165,7 +166,7 @@ def bar(used: float | None, total: float | None, cells: int) -> str:
     """A picture of how much of something is in use; empty when that is not known."""
     if used is None or not total:
         return ""
-    full = max(0, min(cells, round(cells * used / total)))
+    full = round(cells * max(0.0, min(1.0, used / total)))
     return f"[{'#' * full}{'.' * (cells - full)}]"
 
 
