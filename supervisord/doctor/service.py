@@ -81,7 +81,7 @@ def systemd(facts: Facts) -> Iterator[Finding]:
         yield not_checked("systemd does not run this machine: engines can only be children of the daemon")
         return
     first = (facts.box.run(("systemctl", "--version")) or "").partition("\n")[0]
-    found = re.match(r"systemd (\d+)", first)
+    found = re.match(r"systemd (\d{1,9})", first)
     if found is None:
         yield fail("systemctl --version does not answer", "systemctl status; a machine in this state needs a reboot")
     elif int(found[1]) < SYSTEMD_MIN:

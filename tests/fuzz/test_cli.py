@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 from jsonschema import Draft202012Validator
 
+from supervisord import cli
 from supervisord.cli import frame, render, render_engine, render_gpus, render_status, request, why
 from supervisord.core import status
 from supervisord.core.incident import Event
@@ -18,31 +23,11 @@ from supervisord.core.story import document as story_document
 from supervisord.core.story import tell
 from supervisord.history_answers import stamp
 from tests.adapters.fake_daemon import engine
-from tests.fuzz.trying import DATA, NASTY, bounded, fuzz, mutated_json
+from tests.fuzz.trying import DATA, NASTY, bounded, fuzz, mutated, mutated_json, same_kinds
 
 SCHEMA: Final = Draft202012Validator(json.loads((Path(status.__file__).parents[1] / "status.schema.json").read_text()))
 LOADED: Final = json.loads((DATA / "golden" / "status-load.json").read_text())
 WALL: Final = 1_800_000_000.0
-"""Numbers that JSON of the daemon can hold: it has no word for NaN."""
-_FINITE: Final = (0, -1, 1, 0.5, 1e-320, 2**31, 2**53, 2**63, 2**64, 10**30, 1.7e308, -1.7e308)
-
-
-def _changed(document: Any, rng: random.Random) -> Any:
-    """The same document with other values of the same kinds, some of them unknown."""
-    if isinstance(document, dict):
-        return {key: _changed(value, rng) for key, value in document.items()}
-    if isinstance(document, list):
-        kept = [_changed(value, rng) for value in document]
-        return kept * rng.choice((0, 1, 1, 1, 3)) if rng.random() < 0.2 else kept
-    if rng.random() > 0.1:
-        return document
-    if isinstance(document, bool):
-        return not document
-    if isinstance(document, int | float):
-        return rng.choice((*_FINITE, None))
-    if isinstance(document, str) and not document[:4].isdigit():
-        return rng.choice((*NASTY, None))
-    return document
 
 
 @fuzz(120)
@@ -85,7 +70,7 @@ def test_status(rng: random.Random) -> None:
 def _valid(rng: random.Random) -> Any:
     """A changed document that keeps to the schema; the first one tried if a few do not."""
     for _ in range(20):
-        found = _changed(LOADED, rng)
+        found = same_kinds(LOADED, rng)
         if SCHEMA.is_valid(found):
             return found
     return LOADED
@@ -100,6 +85,34 @@ def test_words_that_are_long() -> None:
                 assert sum(map(len, lines)) <= 2 * len(text) + 40 * len(lines)
                 render.shorten(render.cell(text), width)
                 render.clip(render.cell(text), width)
+
+
+WORDS: Final = (
+    "--socket", "/nonexistent/s", "--json", "--since", "2h", "1d12h", "2026-05-29T03:00:00Z", "--engine", "a", "-n",
+    "5", "--timeout", "1.5", "--now", "--config", "/nonexistent/c", "--", "-x", "clear", "GPU-1", "release", "--help",
+    "--only", "--watch", "--dry-run",
+)  # fmt: skip
+COMMANDS: Final = ("status", "events", "why", "logs", "stop", "restart", "gpu", "check-config", "plan", "reload")
+
+
+@fuzz(250)
+def test_command_lines(rng: random.Random) -> None:
+    """There is no daemon: each ends with a sentence."""
+    words = [rng.choice(COMMANDS), *(rng.choice(WORDS) for _ in range(rng.randrange(6)))]
+    for _ in range(rng.randrange(3)):
+        data = mutated([word.encode() for word in WORDS], rng).replace(b"\0", b"")
+        words.insert(rng.randint(1, len(words)), os.fsdecode(data))
+    argv = ["--socket", "/nonexistent/socket", *words]
+    with bounded("command line", repr(argv)), pytest.MonkeyPatch.context() as patch:
+        for name in ("COLUMNS", "LINES"):
+            patch.setenv(name, rng.choice(NASTY).replace("\0", "").encode("utf-8", "ignore").decode())
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as told:
+            code = cli.main(argv)
+            render.terminal()
+            render.rows()
+        assert 0 <= code < 128
+        assert "Traceback" not in told.getvalue()
+        assert told.getvalue().replace("\n", "").isprintable()
 
 
 EVENTS: Final = [

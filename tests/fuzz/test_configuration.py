@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from supervisord import config
+from supervisord import config, config_checks
 from supervisord.config import ConfigError, survey
 from supervisord.config_notify import headers_of
 from supervisord.config_problems import bare_urls, shown, without_password
 from supervisord.config_world import SecretError, read_key, read_secret
 from supervisord.engine import profiles
+from supervisord.schedule import last_fired, window
 from tests.fuzz.test_files import TABLES
 from tests.fuzz.trying import bounded, costs, fuzz, mutated, mutated_json, pumped, texts
 
@@ -115,6 +117,28 @@ def test_a_key_of_many_parts() -> None:
             assert peak < 32 << 20
             with pytest.raises(ConfigError, match="nested more than 32 deep"):
                 config.load(path, trust=False)
+
+
+WINDOWS: Final = (
+    ("0", "59", "*/7", "1,2"), ("0", "23", "*/5", "1-6"), ("1", "29", "31", "1-15", "last", "2nd sun", "last fri"),
+    ("2", "jan", "feb", "*/3", "11,12"), ("mon", "sun", "mon-fri", "sat,sun"),
+)  # fmt: skip
+
+
+@fuzz(300)
+def test_windows(rng: random.Random) -> None:
+    """Windows that a configuration may have, at any moment: the loop looks for when one began."""
+    fields = [rng.choice(("*", *some)) for some in WINDOWS]
+    text = " ".join((*fields, rng.choice(("1s", "59s", "90m", "2h", "300d", "99999d"))))
+    if rng.random() < 0.2:
+        text = texts([text], rng)
+    if config_checks._window(text) is not None:
+        return
+    now = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=rng.randrange(4 * 366 * 86_400))
+    with bounded("window", text):
+        trigger, open_s = window(text)
+        began = last_fired(trigger, now, open_s)
+        assert began is None or 0 <= (now - began).total_seconds() <= open_s
 
 
 @fuzz(100)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import socket
 import string
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
+from supervisord.cli.logs import Lines
 from supervisord.core import gpu_claims, watch
 from supervisord.core.classify import classify
 from supervisord.core.codec import encode_observation
 from supervisord.core.messages import Exited, Sampled
-from supervisord.engine import canary, flags, metrics, version
+from supervisord.core.spec import WarmupSpec
+from supervisord.engine import canary, flags, metrics, version, warmup
 from supervisord.engine.http import Answer, Client, Failure, Target
 from supervisord.engine.probe import EngineProbe
 from supervisord.engine.prompts import generated, is_sane
 from supervisord.engine.wire import Connection
 from supervisord.launcher import family, logs, procfs, service
 from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE
+from tests.adapters.fake_http import answer
 from tests.fuzz.trying import DATA, bounded, costs, fuzz, json_bytes, mutated, nasty, pumped, texts
 
 PAGES: Final = [
@@ -107,6 +115,7 @@ DONE: Final = {
     "content": "hi", "reasoning": None}}],
     "usage": {"completion_tokens": 8},
 }  # fmt: skip
+REFUSED: Final = {"error": {"message": "no token ids\x1b[2J", "type": "BadRequestError", "code": 400}}
 HEADS: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: application/json\r\n\r\n%b",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n",
@@ -177,13 +186,40 @@ def test_looks_at_engines(rng: random.Random) -> None:
 
 @fuzz(150)
 def test_canaries(rng: random.Random) -> None:
-    import threading  # noqa: PLC0415 (this one alone)
-
     said = [answers(rng, json_bytes([MODELS], rng)), *(answers(rng, json_bytes([DONE], rng)) for _ in range(2))]
     with bounded("canary", b"".join(said)), playing(*said):
         outcome = canary.send(Target("127.0.0.1", 1), threading.Event())
         assert outcome is not None
         assert len(outcome.detail) < 200
+
+
+class _AtOnce:
+    """A thread that has done its work when it is started: what it takes is measured with its caller."""
+
+    def __init__(self, target: Callable[[], None], **_: object) -> None:
+        self.start = target
+
+
+@fuzz(150)
+def test_warm_ups(rng: random.Random) -> None:
+    said = [answers(rng, json_bytes([MODELS], rng)) if rng.random() < 0.3 else answer(200, json.dumps(MODELS))]
+    for _ in range(6):
+        body = mutated(PAGES, rng) if rng.random() < 0.2 else json_bytes([DONE, REFUSED], rng)
+        said.append(answers(rng, body) if rng.random() < 0.5 else answer(rng.choice((200, 200, 400, 500)), body))
+    notes: list[str] = []
+    with bounded("warm-up", b"".join(said)), playing(*said), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warmup, "threading", SimpleNamespace(Thread=_AtOnce))
+        done = warmup.run(
+            Target("127.0.0.1", 1),
+            WarmupSpec(timeout_s=5.0, max_rounds=3, prime=(str(FOLDER / "prompt"),)),
+            batch_tokens=rng.choice((None, 1, 8192)),
+            memory=lambda: rng.choice((None, 0, 1 << 40)),
+            note=notes.append,
+            cancelled=threading.Event(),
+            clock=time.monotonic,
+        )
+        told = "" if done.problem is None else done.problem.message
+        assert all(text.isprintable() and len(text) < 600 for text in (told, *notes))
 
 
 def test_json_that_is_large_as_values() -> None:
@@ -241,10 +277,28 @@ def test_a_log_that_grows(rng: random.Random) -> None:
             assert len(follow._rest) <= logs.TAIL_BYTES
 
 
+@fuzz(150)
+def test_logs_as_they_are_shown(rng: random.Random) -> None:
+    """What `logs` gets from the daemon or from journalctl, in pieces."""
+    data = mutated(OUTPUTS, rng)
+    with bounded("logs", data), contextlib.redirect_stdout(io.StringIO()) as out:
+        lines = Lines()
+        at = 0
+        while at < len(data):
+            size = rng.choice((1, 2, 100, 65536))
+            lines.feed(data[at : at + size])
+            at += size
+        lines.end()
+        shown = out.getvalue()
+        assert shown.replace("\n", "").replace("\t", "").isprintable()
+        assert len(shown) <= 2 * len(data) + 1
+
+
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     global FOLDER  # noqa: PLW0603 (what is tried is no fixture of a function)
     FOLDER = tmp_path_factory.mktemp("engines")
+    (FOLDER / "prompt").write_text("You are helpful.")
 
 
 FOLDER: Path
@@ -293,4 +347,7 @@ def test_what_processes_claim(rng: random.Random) -> None:
         found = family.read_marks(stat, "/state")
         assert found is None or (0 <= found.generation < 10**18 and found.engine.isascii())
         variables = {key: value.decode("utf-8", "surrogateescape") for key, value in marks.items()}
+        maps = b"7f00-7f01 rw-s 00000000 00:01 5 /dev/shm/" + name + b"\n" + nasty(rng)
+        patch.setattr(procfs, "_read", lambda _: maps)
+        assert all("/" not in name for name in procfs.shared_memory(0))
         service.read_marks(f"vllm-engine-{variables[MARK_ENGINE]}.service", variables, "/state")

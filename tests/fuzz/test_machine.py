@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
+import pynvml
 import pytest
 from jeepney import DBusAddress, new_method_call, new_method_return
 from jeepney.low_level import Message, Parser
 
 from supervisord.core.codec import encode_observation
-from supervisord.gpu.protocol import ProtocolError, decode, decode_survey
+from supervisord.core.gpu_samples import GpuPlace
+from supervisord.gpu import client
+from supervisord.gpu.client import _Helper
+from supervisord.gpu.protocol import (
+    ProtocolError,
+    decode,
+    decode_survey,
+    persistence_request,
+    survey_request,
+    sweep_request,
+)
 from supervisord.launcher import dbus
 from supervisord.launcher.dbus import BusError
 from supervisord.launcher.units import Units
 from supervisord.systemd.kmsg import Parser as Kmsg
 from tests.adapters.test_gpu_protocol import SWEEP, UUID
-from tests.fuzz.trying import bounded, costs, fuzz, json_bytes, mutated, pumped
+from tests.fuzz.trying import bounded, costs, fuzz, json_bytes, mutated, nasty, pumped
+from tests.sim.nvml import NvmlBox
 
 SAID: Final = [
     SWEEP,
@@ -54,6 +71,79 @@ def test_lines_of_the_helper_of_one_thing_over_and_over() -> None:
         assert took_s < 1.0
         assert peak < 64 << 20
 
+
+@fuzz(300)
+def test_the_daemon_s_end_of_the_helper(rng: random.Random) -> None:
+    """What comes through its two pipes, in pieces that begin and end anywhere."""
+    data = b"\n".join(json_bytes(SAID, rng) for _ in range(3))
+    seen: list[object] = []
+    helper = _Helper(1, seen.append, lambda _: None)
+    try:
+        with bounded("NVML helper's pipes", data):
+            at = 0
+            while at < len(data):
+                size = rng.choice((1, 100, 65536))
+                helper._heard(data[at : at + size])
+                helper._complained(data[at : at + size])
+                at += size
+            assert len(seen) <= data.count(b"\n")
+            told = helper._how(rng.choice((0, 1, -9)))
+            assert told.isprintable()
+            assert len(told) < 500
+    finally:
+        os.close(helper._stdin)
+        helper._release()
+
+
+def test_a_line_of_the_helper_that_never_ends_takes_no_memory() -> None:
+    def read() -> None:
+        helper = _Helper(1, lambda _: None, lambda _: None)
+        for _ in range(400):
+            helper._heard(b"[" * 65536)
+            helper._complained(b"[" * 65536)
+        assert "a line of more than" in helper._how(0)
+        os.close(helper._stdin)
+        helper._release()
+
+    took_s, peak = costs(read)
+    assert took_s < 5.0
+    assert peak < 16 << 20
+
+
+REQUESTS: Final = (
+    sweep_request(1, slow=True, avoid=[GpuPlace("GPU-1", "0000:1b:00.0", 0)]),
+    survey_request(),
+    persistence_request("GPU-1", on=True),
+)
+
+
+@fuzz(8, slow=100)
+def test_the_helper_s_end(rng: random.Random) -> None:
+    """The real one, over a library whose GPUs say anything: it ends, and what it says is an answer or one line."""
+    for name in ("name", "uuid", "temperature", "power_mw", "memory_total", "compute", "field/230"):
+        if rng.random() < 0.3:
+            (NVML.gpu(0).folder / name).write_bytes(nasty(rng))
+    data = b"".join(mutated(REQUESTS, rng) if rng.random() < 0.6 else rng.choice(REQUESTS) for _ in range(3))
+    # Requests come through a pipe of 64 KiB, a line at a time; the end of them ends the helper.
+    process = subprocess.run(
+        (sys.executable, "-IS", str(client._PROBE), str(Path(pynvml.__file__).resolve().parent)),
+        input=data[:60_000], capture_output=True, timeout=60, check=False, env={**os.environ, **NVML.env},
+    )  # fmt: skip
+    with bounded("NVML helper's requests", data):
+        assert process.returncode in {0, 1}, process
+        assert process.stderr.count(b"\n") == process.returncode, process.stderr
+        for line in process.stdout.split(b"\n")[:-1]:
+            with contextlib.suppress(ProtocolError):
+                decode(line, 1, 1e9, lambda _: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global NVML  # noqa: PLW0603 (what is tried is no fixture of a function)
+    NVML = NvmlBox.make(tmp_path_factory.mktemp("nvml") / "box", "h200", "rtx3090")
+
+
+NVML: NvmlBox
 
 RECORDS: Final = (
     b"6,1,2,-;NVRM: Xid (PCI:0000:01:00): 79, pid=1122, name=python3, GPU has fallen off the bus.\n SUBSYSTEM=pci\n",

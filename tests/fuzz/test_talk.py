@@ -46,6 +46,7 @@ OF_THE_LISTENER: Final = (
     b"HEAD /ready/qwen HTTP/1.1\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0,text/plain;version=0.0.4\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer token\r\nAccept-Encoding: gzip\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nAuthorization: bearer  other\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0; escaping=allow-utf-8\r\n\r\n",
     b"GET /metrics HTTP/1.1\r\nAccept: text/plain; version=1.0.0; escaping=underscores\r\n\r\n",
 )
@@ -78,17 +79,28 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> None:
     DAEMON = FakeDaemon(tmp_path_factory.mktemp("c"), engine("qwen"))
     DAEMON.logs["qwen"] = b"a log\n" * 100
     CONTROL = Served(DAEMON.server)
-    node = Node(spec=NodeSpec(supervisor=SupervisorSpec()), engines={"qwen": engine("qwen")})
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text("token")
+    token.chmod(0o600)
+    node = Node(
+        spec=NodeSpec(supervisor=SupervisorSpec(metrics_token_file=str(token))), engines={"qwen": engine("qwen")}
+    )
     source = Source(lambda: node, lambda n, at: status.of(n, at, time.time(), stamp), Figures(), dict)
-    LISTENER = Served(_OnLoopback(lambda: node, Page(source), as_root=False))
+    LISTENER = Served(_FromAnywhere(lambda: node, Page(source), as_root=False))
 
 
-class _OnLoopback(Site):
-    """Clients that come over a socket pair are of this machine."""
+class _FromAnywhere(Site):
+    """Clients come over a socket pair; `peer` is what they would have for an address."""
+
+    peer: tuple[str, int] = ("127.0.0.1", 1)
 
     def _admit(self, request: Any, connection: socket.socket) -> None:
-        given = request.headers.get("authorization", "")
-        assert isinstance(given, str)
+        assert connection is not None
+        peer: Any = self
+        super()._admit(request, peer)
+
+    def getpeername(self) -> tuple[str, int]:
+        return self.peer
 
 
 CONTROL: Served
@@ -142,6 +154,7 @@ def test_listener(rng: random.Random) -> None:
             + b"".join(rng.choice(words) for _ in range(rng.randrange(12)))
             + b"\r\n\r\n"
         )
+    _FromAnywhere.peer = (rng.choice(("127.0.0.1", "::1", "::ffff:127.0.0.1", "203.0.113.5", "fe80::1%eth0")), 1)
     with bounded("listener", data):
         _is_answer(LISTENER.answer(data))
         assert LISTENER.errors == []

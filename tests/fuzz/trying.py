@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from time import thread_time
 from typing import Any, Final
 
@@ -22,8 +24,11 @@ DATA: Final = Path(__file__).parents[1] / "data"
 EXAMPLES: Final = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SEED: Final = os.environ.get("FUZZ_SEED") or (str(random.SystemRandom().getrandbits(32)) if EXAMPLES else "0")
 
-TRIED: Final[dict[str, list[float]]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-"""By target: inputs, bytes, seconds of CPU, the longest of them. What conftest.py tells at the end."""
+TRIED: Final[dict[str, list[float]]] = defaultdict(lambda: [0, 0, 0.0, 0.0, 0])
+"""By target: inputs, bytes, seconds of CPU, the longest of them, KiB by which the peak of this process's memory grew.
+
+What conftest.py tells at the end.
+"""
 
 _LONGEST_BYTES: Final = 150_000
 """Of what is made by mutation: it fits into the buffer of a socket."""
@@ -43,6 +48,8 @@ NASTY: Final = (
     "\n", "\r", "\r\n", "\r\n\r\n", "\n\n", "../..", "/", "//", "a" * 300, "a" * 4000, ".", "..", "a." * 40, "-",
     "--", "#", "&", "?", "@", "://",
 )  # fmt: skip
+_FINITE: Final = (0, -1, 1, 0.5, 1e-320, 2**31, 2**53, 2**63, 2**64, 10**30, 1.7e308, -1.7e308)
+"""Numbers that JSON of the daemon can hold: it has no word for NaN."""
 NUMBERS: Final = (
     0, -0.0, 1, -1, 0.5, 1e-320, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**30,
     10**400, 1e15, 1e18,
@@ -50,12 +57,15 @@ NUMBERS: Final = (
 )  # fmt: skip
 
 
-def fuzz(short: int) -> Callable[[Callable[[random.Random], None]], Callable[[], None]]:
-    """A test that is called that often (FUZZ_EXAMPLES: so often instead), each time with another source of chance."""
+def fuzz(short: int, slow: int = 1) -> Callable[[Callable[[random.Random], None]], Callable[[], None]]:
+    """A test that is called that often, each time with another source of chance.
+
+    FUZZ_EXAMPLES: so often instead; one that is `slow` times as slow as others, so many times less often.
+    """
 
     def wrap(test: Callable[[random.Random], None]) -> Callable[[], None]:
         def tries() -> None:
-            for number in range(EXAMPLES or short):
+            for number in range(-(-EXAMPLES // slow) or short):
                 test(random.Random(f"{SEED} {test.__name__} {number}"))
 
         tries.__doc__ = test.__doc__
@@ -68,6 +78,7 @@ def fuzz(short: int) -> Callable[[Callable[[random.Random], None]], Callable[[],
 def bounded(target: str, data: object, per_byte_s: float = _BYTE_S) -> Iterator[None]:
     """Count an input, and fail if it takes more CPU than its size allows. Its text is shown when anything fails."""
     size = len(data) if isinstance(data, str | bytes) else len(repr(data))
+    peak_kib = getrusage(RUSAGE_SELF).ru_maxrss
     begun = thread_time()
     try:
         yield
@@ -79,6 +90,7 @@ def bounded(target: str, data: object, per_byte_s: float = _BYTE_S) -> Iterator[
     tried[1] += size
     tried[2] += took_s
     tried[3] = max(tried[3], took_s)
+    tried[4] += getrusage(RUSAGE_SELF).ru_maxrss - peak_kib
     assert took_s < _START_S + size * per_byte_s, f"{target}: {took_s:.2f} s for {size} bytes: {str(data)[:20000]!r}"
 
 
@@ -122,6 +134,9 @@ def texts(seeds: Sequence[str], rng: random.Random) -> str:
 def nasty(rng: random.Random) -> bytes:
     """A short piece that parsers stumble over."""
     return rng.choice(NASTY).encode("utf-8", "surrogatepass")
+
+
+_DIGITS: Final = re.compile(rb"[0-9]+")
 
 
 def _cut(data: bytes, rng: random.Random) -> tuple[int, int]:
@@ -168,13 +183,10 @@ def _splice(data: bytes, rng: random.Random, seeds: Sequence[bytes]) -> bytes:
 
 def _number(data: bytes, rng: random.Random, _: Sequence[bytes]) -> bytes:
     """Another number in the place of one that is there."""
-    digits = [at for at in range(len(data)) if data[at : at + 1].isdigit() and not data[at - 1 : at].isdigit()]
-    if not digits:
+    found = list(_DIGITS.finditer(data))
+    if not found:
         return data
-    at = rng.choice(digits)
-    end = at
-    while data[end : end + 1].isdigit():
-        end += 1
+    at, end = rng.choice(found).span()
     return data[:at] + str(rng.choice(NUMBERS)).encode() + data[end:]
 
 
@@ -218,6 +230,24 @@ def mutated_json(value: Any, rng: random.Random, changes: int | None = None) -> 
             case _:
                 holder[key] = any_json(rng)
     return value
+
+
+def same_kinds(document: Any, rng: random.Random) -> Any:
+    """The same document with other values of the same kinds, some of them unknown."""
+    if isinstance(document, dict):
+        return {key: same_kinds(value, rng) for key, value in document.items()}
+    if isinstance(document, list):
+        kept = [same_kinds(value, rng) for value in document]
+        return kept * rng.choice((0, 1, 1, 1, 3)) if rng.random() < 0.2 else kept
+    if rng.random() > 0.1:
+        return document
+    if isinstance(document, bool):
+        return not document
+    if isinstance(document, int | float):
+        return rng.choice((*_FINITE, None))
+    if isinstance(document, str) and not document[:4].isdigit():
+        return rng.choice((*NASTY, None))
+    return document
 
 
 def any_json(rng: random.Random, depth: int = 2) -> Any:
