@@ -142,6 +142,7 @@ def test_a_user_who_may_command_the_supervisor(place: Place) -> None:
         ("'12.8'", (12, 4), WARN, "kernels that are compiled at run time may fail"),
         ("'13.0'", (12, 8), FAIL, "it cannot begin"),
         ("None", (13, 0), FAIL, "a build without CUDA"),
+        (f"'{'9' * 5000}'", (13, 0), FAIL, "a build without CUDA"),
         ("'12.8'", None, NOT_CHECKED, "the driver does not say up to which it goes"),
     ],
 )

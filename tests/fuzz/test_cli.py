@@ -111,8 +111,8 @@ def test_command_lines(rng: random.Random) -> None:
             render.terminal()
             render.rows()
         assert 0 <= code < 128
-        assert "Traceback" not in told.getvalue()
-        assert told.getvalue().replace("\n", "").isprintable()
+        assert "internal error" not in told.getvalue()
+        assert told.getvalue().replace("\n", "").replace("\t", "").isprintable()
 
 
 EVENTS: Final = [

@@ -52,7 +52,7 @@ GPU: Final = {"pci_id": "0000:1b:00.0", "index": 0, "name": "H200", "code": "gpu
 STATE: Final = {"version": 1, "boot_id": boot_id(), "engines": {"a": ENGINE, "b": ENGINE}, "gpus": {"GPU-1": GPU}}
 
 
-@fuzz(400)
+@fuzz(250, slow=2)
 def test_state(rng: random.Random) -> None:
     data = json_bytes([STATE], rng)
     with bounded("node.json", data):
@@ -287,7 +287,7 @@ def _read_all(path: Path) -> None:
         list(reader.recordings())
 
 
-@fuzz(100)
+@fuzz(100, slow=8)
 def test_history(rng: random.Random) -> None:
     path = FOLDER / "history.sqlite3"
     for left in FOLDER.glob("history.sqlite3*"):
