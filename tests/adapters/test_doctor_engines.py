@@ -128,7 +128,7 @@ def test_a_missing_user(place: Place) -> None:
 
 def test_a_user_who_may_command_the_supervisor(place: Place) -> None:
     place.box.as_root = True
-    place.box.write("/etc/group", "broken\nvllm-admin:x:999:vllm\n")
+    place.box.write("/etc/group", f"broken\nvllm-admin:x:{'9' * 5000}:\nvllm-admin:x:999:vllm\n")
     place.box.account("vllm", groups=(999,))
     assert place.box.one("user")[0] is WARN
     assert place.box.one("user")[2] == "gpasswd -d vllm vllm-admin"
