@@ -207,6 +207,18 @@ def test_check_config_accepts_and_warns(tmp_path: Path, capsys: pytest.CaptureFi
     assert 'gpus = "1"' in second
 
 
+def test_a_path_that_could_drive_a_terminal_is_told_without_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "\x1b[2J"
+    assert check(path) == 2
+    *_, count = capsys.readouterr().err.splitlines()
+    assert count == f"cannot use the configuration {tmp_path}/\\x1b[2J: 1 problem"
+    path.write_text("")
+    assert check(path) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/\\x1b[2J is valid; engines: none\n"
+
+
 def lines_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What check-config says of a configuration that it refuses, warnings first, without the count."""
     assert check(path) == 2
