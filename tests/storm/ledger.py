@@ -52,7 +52,7 @@ def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tu
         if there[key] > 0:
             there[key] -= 1
         elif not any(begin <= at <= end for begin, end in forgiven):
-            lost.append(f"{line['kind']} of {line.get('engine')}: {line['event']}")
+            lost.append(f"not in the history: {line['timestamp']} {line['kind']} {line.get('engine')} {line['event']}")
     return lost
 
 

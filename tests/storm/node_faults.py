@@ -164,7 +164,11 @@ Connect = Callable[[], socket.socket]
 def _control(stage: Stage) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(1)
-    sock.connect(str(stage.daemon.socket))
+    try:
+        sock.connect(str(stage.daemon.socket))
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 

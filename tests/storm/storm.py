@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import os
 import statistics
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from tests.storm.witness import Witness
 SOURCES = (engine_faults, gpu_faults, node_faults)
 """Imported, so that their kinds are known."""
 
-GAP_S = 0.7
+GAP_S = float(os.environ.get("STORM_GAP_S", "0.35"))
 """Between two faults, on average."""
 CALM_EVERY_S = 300.0
 """So often a long storm lets everything come to rest and looks at the books."""
