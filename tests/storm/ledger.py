@@ -5,6 +5,7 @@ Pure: the log's lines and the starts that engines recorded themselves are compar
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ NEVER_IN_HISTORY = frozenset({"log_lost", "history"})
 KILL_LOSES_S = 2.0
 """The history gathers for half a second, then writes; a machine that is busy adds to that."""
 CLOCK_SLACK_S = 0.05
+
+
+_LOST = re.compile(r"(\d+) events and \d+ observations are missing")
 
 
 class Told(NamedTuple):
@@ -42,10 +46,15 @@ def _key(kind: str, engine: str | None, generation: int | None, message: str) ->
 
 
 def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tuple[float, float]]) -> list[str]:
-    """What was told and is not in the history, beyond `forgiven` (times in which it may get lost)."""
+    """What was told and is not in the history, beyond `forgiven` (times in which it may get lost).
+
+    The oldest of what is missing pays for losses that were counted and told themselves.
+    """
     there = Counter(_key(e.kind, e.engine, e.generation, e.message) for e in history)
-    lost = []
+    lost, counted = [], 0
     for at, line in log:
+        if line["kind"] == "history" and (found := _LOST.match(line["event"])):
+            counted += int(found[1])
         key = _key(line["kind"], line.get("engine"), line.get("generation"), line["event"])
         if key[0] in NEVER_IN_HISTORY:
             continue
@@ -53,7 +62,7 @@ def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tu
             there[key] -= 1
         elif not any(begin <= at <= end for begin, end in forgiven):
             lost.append(f"not in the history: {line['timestamp']} {line['kind']} {line.get('engine')} {line['event']}")
-    return lost
+    return lost[counted:]
 
 
 def unexplained(starts: Iterable[Start], log: Iterable[Told], living: dict[str, int]) -> list[str]:

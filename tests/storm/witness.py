@@ -51,8 +51,9 @@ class Line:
 class Witness:
     """Three threads: processes, the daemon's answers, its log. `violations` may be read at any time."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, answer_s: float = ANSWER_S) -> None:
         self._stage = stage
+        self._answer_s = answer_s
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._blame = Blame(stage.sims)
@@ -123,7 +124,7 @@ class Witness:
             return
         document: Document = {}
         with contextlib.suppress(client.ControlError):
-            document = client.get(str(stage.daemon.socket), "/v1/status", ANSWER_S).document()
+            document = client.get(str(stage.daemon.socket), "/v1/status", self._answer_s).document()
         now = time.monotonic()
         if life != stage.lives:
             return
@@ -134,7 +135,7 @@ class Witness:
             self._figures()
         elif self._answered[0] != life:
             self._answered = (life, began)
-        elif now - self._answered[1] > ANSWER_S:
+        elif now - self._answered[1] > self._answer_s:
             self._saw(f"the daemon did not say its status for {now - self._answered[1]:.1f} s")
 
     def _engines(self, document: Document) -> None:
