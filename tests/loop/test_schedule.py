@@ -42,6 +42,23 @@ def test_a_clock_set_back_does_not_silence_the_polls(monkeypatch: pytest.MonkeyP
         schedule.stop()
 
 
+@pytest.mark.parametrize(("job", "every"), [("poll", timedelta(seconds=0.2)), ("window-a", timedelta(minutes=5))])
+def test_a_clock_set_forward_skips_what_it_skipped(job: str, every: timedelta) -> None:
+    """As at a boot without a clock that runs on. APScheduler asks for the next one until it lies ahead."""
+    schedule = Schedule(SimpleQueue(), 0.2)
+    schedule.start()
+    try:
+        schedule.set_windows({"a": "*/5 * * * * 5m"})
+        trigger = schedule._scheduler.get_job(job).trigger
+        now = datetime.now(timezone.utc)
+        for missed in (datetime.fromtimestamp(0, timezone.utc), now - timedelta(hours=1), now):
+            assert now < trigger.get_next_fire_time(missed, now) <= now + every + timedelta(milliseconds=2)
+        first = trigger.get_next_fire_time(None, now)
+        assert first < trigger.get_next_fire_time(first, first) <= first + every + timedelta(milliseconds=2)
+    finally:
+        schedule.stop()
+
+
 # --- maintenance windows ----------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,8 @@ ANSWER_S = 10.0
 """The daemon says its status within this, whatever else is asked of it; a second where nothing disturbs the machine."""
 ADOPTED_S = 15.0
 """A new daemon knows by then whether what it found answers."""
-RSS_MAX_MIB = 90.0
+RSS_MAX_MIB = 100.0
+"""A quiet daemon has half of it; floods of large answers, each bounded, may be under way at the same time."""
 DESCRIPTORS_MAX = 400
 THREADS_MAX = 200
 _PROCESSES_EVERY_S = 0.03
