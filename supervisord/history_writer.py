@@ -32,7 +32,8 @@ class Writer:
         self._on_anew = on_anew
         self._store: Store | None = None
         self._suspect = Event()
-        self._prune_at = time.monotonic() + PRUNE_EVERY_S
+        self._begun = time.time(), time.monotonic()
+        self._prune_at = self._begun[1] + PRUNE_EVERY_S
         self._unpruned_bytes = 0
         self._failed_at = 0.0
         self._anew_at = -ANEW_EVERY_S
@@ -61,13 +62,18 @@ class Writer:
                 return False
 
     def prune(self) -> None:
-        """Drop what is too old or too much, now and then; what does not work now is tried again later."""
+        """Drop what is too old or too much, now and then; what does not work now is tried again later.
+
+        Age counts to the wall clock of our beginning and what has passed since: one that is set forward, perhaps for a
+        moment only, must not empty the history.
+        """
         if self._store is None or not (time.monotonic() >= self._prune_at or self._unpruned_bytes >= PRUNE_EVERY_BYTES):
             return
         self._prune_at = time.monotonic() + PRUNE_EVERY_S
         self._unpruned_bytes = 0
         try:
-            self._store.prune(time.time())
+            began_at, began = self._begun
+            self._store.prune(min(time.time(), began_at + time.monotonic() - began))
         except BrokenError:
             self._suspect.set()
         except (sqlite3.OperationalError, OSError):

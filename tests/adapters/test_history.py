@@ -398,6 +398,21 @@ def test_the_thread_prunes_now_and_then(tmp_path: Path, monkeypatch: pytest.Monk
         until(lambda: messages(kept) == [str(n) for n in range(20, 30)])
 
 
+@pytest.mark.parametrize("jump_s", [-400 * DAY_S, 400 * DAY_S])
+def test_a_clock_that_jumps_empties_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    monkeypatch.setattr(history_writer, "PRUNE_EVERY_S", 0.0)
+    with running(tmp_path) as (kept, _):
+        for n in range(3):
+            kept.record(told(f"before {n}"))
+        until(partial(has, kept, "before 2"))
+        true = time.time
+        monkeypatch.setattr(time, "time", lambda: true() + jump_s)
+        for n in range(3):
+            kept.record(told(f"after {n}"))
+            until(partial(has, kept, f"after {n}"))  # each is written in a turn of its own, which prunes
+        assert messages(kept) == [f"{when} {n}" for when in ("before", "after") for n in range(3)]
+
+
 # --- trouble ----------------------------------------------------------------------------------------------------------
 
 
