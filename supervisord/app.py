@@ -48,7 +48,7 @@ from supervisord.launcher.base import ManagerError, StateDirBusy, StateDirError,
 from supervisord.launcher.choice import no_systemd
 from supervisord.launcher.statedir import lock_state_dir
 from supervisord.log import Journal
-from supervisord.loop import Board, Inbox, Loop
+from supervisord.loop import UNBOOTED, Board, Inbox, Loop
 from supervisord.planning import Planner
 from supervisord.schedule import Schedule
 from supervisord.state import StateFile
@@ -211,6 +211,9 @@ class Daemon:
     def run(self) -> int:
         """Serve until the loop has ended everything."""
         spec = self._loop.node.spec.supervisor
+        # Before anybody can be heard: a start that is asked for in a node of which the core does not know yet what
+        # lives would start a twin, and a SIGTERM would leave it behind.
+        self._inbox.put(Booted(self._found, nvidia=NVIDIA.exists()))
         self._control.start()
         self._web.start()
         # A handler interrupts the loop at any point, also where it holds a lock: it may only put into a queue.
@@ -221,7 +224,6 @@ class Daemon:
         Thread(target=self._reload_on_hangup, name="hangup", daemon=True).start()
         text = f"vllm-supervisor {__version__} runs, pid {os.getpid()}; socket {spec.socket}, state in {spec.state_dir}"
         self._voice.tell("daemon_started", text, Severity.NOTICE)
-        self._inbox.put(Booted(self._found, nvidia=NVIDIA.exists()))
         self._kmsg.start()
         self._schedule.start()
         self._schedule.set_windows(_windows(self._loop.node.spec))
@@ -310,8 +312,8 @@ class Daemon:
     # --- control.routes.Handlers --------------------------------------------------------------------------------
 
     def status(self) -> tuple[int, dict[str, Any]]:
-        """Give the serial and the status document."""
-        return _document(*self._board.read())
+        """Give the serial and the status document, of a node that has booted."""
+        return _document(*self._board.wait(UNBOOTED, ANSWER_S))
 
     def wait(self, after: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         """Do the same as soon as there is a newer one."""

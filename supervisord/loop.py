@@ -12,6 +12,9 @@ from supervisord.core import node as reducer
 from supervisord.core.messages import Action, Due, Finish, Observation, What
 from supervisord.core.model import Node
 
+UNBOOTED: Final = 1
+"""The serial number of the snapshot from before the first turn: nothing that lives is in it yet."""
+
 IDLE_TURN_S: Final = 5.0
 """A turn happens at least this often, whatever the schedule does: the watchdog is fed after turns only."""
 
@@ -37,7 +40,7 @@ class Board:
 
     def __init__(self, node: Node) -> None:
         self._changed = Condition()
-        self._serial = 1
+        self._serial = UNBOOTED
         self._node = node
 
     def publish(self, node: Node) -> None:
