@@ -20,6 +20,8 @@ RELEASES = frozenset({"requested", "daemon_started", "reconfigured", "reload"})
 NEVER_IN_HISTORY = frozenset({"log_lost", "history"})
 KILL_LOSES_S = 2.0
 """The history gathers for half a second, then writes; a machine that is busy adds to that."""
+LOG_LATE_S = 15.0
+"""A line is in the log by then, also of a daemon that was frozen; the same sentence may be told again later."""
 CLOCK_SLACK_S = 0.05
 
 
@@ -50,16 +52,19 @@ def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tu
 
     The oldest of what is missing pays for losses that were counted and told themselves.
     """
-    there = Counter(_key(e.kind, e.engine, e.generation, e.message) for e in history)
+    there: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
+    for e in history:
+        there[_key(e.kind, e.engine, e.generation, e.message)].append(e.now)
     lost, counted = [], 0
     for at, line in log:
         if line["kind"] == "history" and (found := _LOST.match(line["event"])):
             counted += int(found[1])
         key = _key(line["kind"], line.get("engine"), line.get("generation"), line["event"])
+        nearest = min(there[key], key=lambda now, at=at: abs(at - now), default=None)
         if key[0] in NEVER_IN_HISTORY:
             continue
-        if there[key] > 0:
-            there[key] -= 1
+        if nearest is not None and abs(at - nearest) < LOG_LATE_S:
+            there[key].remove(nearest)
         elif not any(begin <= at <= end for begin, end in forgiven):
             lost.append(f"not in the history: {line['timestamp']} {line['kind']} {line.get('engine')} {line['event']}")
     return lost[counted:]

@@ -84,6 +84,14 @@ def test_what_misses_in_the_history_is_seen() -> None:
     assert ledger.missing(log, history, [(6.5, 7.5)]) == [], "a daemon was killed then"
 
 
+def test_the_same_sentence_again_does_not_stand_for_the_one_that_misses() -> None:
+    log = [Told(at, line("exited")) for at in (5.0, 60.0, 120.0)]
+    history = [event("exited", 60.0), event("exited", 120.0)]
+    assert len(ledger.missing(log, history, [])) == 1
+    assert ledger.missing(log, history, [(4.0, 6.0)]) == []
+    assert len(ledger.missing(log, history, [(119.0, 121.0)])) == 1
+
+
 def test_losses_that_were_told_are_counted() -> None:
     """So many may be missing, and not one more."""
     told = {**line("history", "", 0), "event": "2 events and 7 observations are missing in the history: the disk"}
