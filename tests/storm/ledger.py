@@ -47,6 +47,10 @@ def _key(kind: str, engine: str | None, generation: int | None, message: str) ->
     return (kind, engine or "", generation or 0, message)
 
 
+def _nearest(times: Iterable[float], at: float) -> float | None:
+    return min(times, key=lambda time: abs(at - time), default=None)
+
+
 def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tuple[float, float]]) -> list[str]:
     """What was told and is not in the history, beyond `forgiven` (times in which it may get lost).
 
@@ -60,7 +64,7 @@ def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tu
         if line["kind"] == "history" and (found := _LOST.match(line["event"])):
             counted += int(found[1])
         key = _key(line["kind"], line.get("engine"), line.get("generation"), line["event"])
-        nearest = min(there[key], key=lambda now, at=at: abs(at - now), default=None)
+        nearest = _nearest(there[key], at)
         if key[0] in NEVER_IN_HISTORY:
             continue
         if nearest is not None and abs(at - nearest) < LOG_LATE_S:
