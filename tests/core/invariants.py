@@ -103,6 +103,10 @@ class Outside(Protocol):
     def helpers(self) -> int:
         """Probe processes of this daemon that live."""
 
+    @property
+    def adoptable(self) -> set[str]:
+        """Engines whose main process this daemon found alive."""
+
     def budgeted(self, engine: str) -> list[float]:
         """When restarts that cost budget were decided, of launch plans that had never been ready."""
 
@@ -335,10 +339,19 @@ def one_start_a_gpu(step: Step) -> None:
     """No engine is launched while another one of its GPUs is between its launch and /health 200, or is stopping."""
     for engine in _launched(step):
         for other in step.after.engines.values():
-            busy = isinstance(other.phase, Starting | Stopping) or other.launching is not None
+            stopping = isinstance(other.phase, Stopping) and not _stops_later(step, engine, other)
+            busy = stopping or isinstance(other.phase, Starting) or other.launching is not None
             same = other.spec.name == engine.spec.name
             if busy and not same and _on_one_gpu(step.after, engine, other):
                 _fail(one_start_a_gpu, f"{engine.spec.name} is launched while {brief(step.after)}")
+
+
+def _stops_later(step: Step, launched: Engine, other: Engine) -> bool:
+    """Whether the stop of `other` began in this very step, after the launch."""
+    before = step.before.engines.get(other.spec.name)
+    told = [action.engine for action in step.actions if isinstance(action, Launch | Terminate | Sweep)]
+    later = told[told.index(launched.spec.name) :]
+    return before is not None and not isinstance(before.phase, Stopping) and other.spec.name in later
 
 
 def _on_one_gpu(node: Node, one: Engine, other: Engine) -> bool:
@@ -557,11 +570,16 @@ WORLD_INVARIANTS: Final = (
 )
 
 
-def what_was_saved_survives(_: Outside, before: Node, after: Node) -> None:
-    """A daemon that comes after another in the same boot wants what that one wanted, and counts on."""
+def what_was_saved_survives(world: Outside, before: Node, after: Node) -> None:
+    """A daemon that comes after another in the same boot wants what that one wanted, and counts on.
+
+    An engine that an operator drained, and that ended, is not wanted any more; perhaps no daemon had heard of its end.
+    """
     for name, old in before.engines.items():
         new = after.engines.get(name)
-        if new is not None and not old.removed and (new.wanted, new.generation >= old.generation) != (old.wanted, True):
+        drained = isinstance(old.phase, Draining) and old.phase.after is After.HOLD
+        wanted = old.wanted and not (drained and name not in world.adoptable)
+        if new is not None and not old.removed and (new.wanted, new.generation >= old.generation) != (wanted, True):
             _fail(what_was_saved_survives, f"{name}: {brief(before)} -> {brief(after)}")
 
 

@@ -335,11 +335,16 @@ def starts(world: World) -> None:
     for source in world.busy_sources():
         while world.sources[source]:
             world.deliver(source)
+    for name in world.spec.engines:
+        world.request(Requested(0, Op.RESET, name, "uid 1000"))
+        world.request(Requested(0, Op.START, name, "uid 1000"))
     for _ in range(2):
         for uuid in world.cards:
             world.gpu_request(GpuOp.CLEAR, uuid)
-        # What the driver said of a GPU before it was seen is held against it then.
+        # What the driver said of a GPU before it was seen is held against it then, so that it is cleared once more.
         world.be_fair(lambda w: not w.node.unseen_gpus or telemetry.off(w.node), 2 * telemetry.RETRY_MAX_S)
+    for uuid in world.cards:
+        world.gpu_request(GpuOp.CLEAR, uuid)
     for name in world.spec.engines:
         world.request(Requested(0, Op.RESET, name, "uid 1000"))
         world.request(Requested(0, Op.START, name, "uid 1000"))
