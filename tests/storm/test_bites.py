@@ -166,9 +166,8 @@ def test_the_witness_sees_what_must_not_be(tmp_path: Path) -> None:
             violated(witness, "did not say its status")
         os.kill(stage.stranger, signal.SIGKILL)
         violated(witness, "somebody else's vllm")
-        with line_in(stage.daemon.log, '{"kind": "x", "event": "Traceback (most recent call last):"}'):
+        with added(stage.daemon.log, '{"kind": "x", "event": "Traceback (most recent call last):"}', "no document"):
             violated(witness, "speaks of a bug")
-        with line_in(stage.daemon.log, "no document"):
             violated(witness, "a line that is none")
         bug = stage.daemon.state_dir / "bug-1.txt"
         bug.write_text("in step", encoding="utf-8")
@@ -189,11 +188,12 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 @contextmanager
-def line_in(log: Path, text: str) -> Iterator[None]:
-    """A line that the daemon never wrote, and that is gone afterwards."""
+def added(log: Path, *lines: str) -> Iterator[None]:
+    """Lines that the daemon never wrote, and that are gone afterwards."""
     with log.open("a", encoding="utf-8") as file:
-        file.write(f"{text}\n")
+        file.writelines(f"{line}\n" for line in lines)
     try:
         yield
     finally:
-        log.write_text(log.read_text(encoding="utf-8").replace(f"{text}\n", ""), encoding="utf-8")
+        kept = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.strip() not in lines]
+        log.write_text("".join(kept), encoding="utf-8")
