@@ -259,8 +259,9 @@ class Stage:
             external = state == "backoff" and last.get("class") == "external"
             if state in {"stopped", "failed", "draining"} or external:
                 self._once(asked, engine["name"], "reset" if state == "failed" else "start")
+        released = (document["supervisor"]["gpu_trouble"] or {}).get("code") == "gpu_released"
         for gpu in document["gpus"]:
-            if gpu["quarantined"] and time.monotonic() > asked.get(gpu["uuid"], 0) + 2:
+            if (gpu["quarantined"] or released) and time.monotonic() > asked.get(gpu["uuid"], 0) + 2:
                 asked[gpu["uuid"]] = time.monotonic()
                 self.post("/v1/gpus/clear", {"gpu": gpu["uuid"]})
 
