@@ -29,6 +29,7 @@ DISK_MIB = 192
 LIFE_S = "7200"
 """Nothing that a broken storm leaves lives longer."""
 
+FRESH_S = 0.1
 BACKOFF_MAX_S = 2.0
 HASTY: Mapping[str, Any] = {
     "start_timeout_s": 4,
@@ -93,6 +94,8 @@ class Stage:
         self.config_is_good = True
         self.stranger = 0
         self._over = contextlib.ExitStack()
+        self._known: Document = {}
+        self._known_at = 0.0
         self.daemon: Daemon
 
     def _engines(self) -> Iterator[Sim]:
@@ -185,8 +188,11 @@ class Stage:
         self.post("/v1/reload")
 
     def engine(self, name: str) -> Document:
-        """One engine of the status document, {} when the daemon does not answer."""
-        return next((e for e in self.status().get("engines", ()) if e["name"] == name), {})
+        """One engine of the status document of just now, {} when the daemon does not answer."""
+        if time.monotonic() > self._known_at + FRESH_S:
+            self._known = self.status()
+            self._known_at = time.monotonic()
+        return next((e for e in self._known.get("engines", ()) if e["name"] == name), {})
 
     def status(self) -> Document:
         """The status document, {} when the daemon does not answer."""

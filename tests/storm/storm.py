@@ -26,12 +26,12 @@ from tests.storm.witness import Witness
 SOURCES = (engine_faults, gpu_faults, node_faults)
 """Imported, so that their kinds are known."""
 
-GAP_S = float(os.environ.get("STORM_GAP_S", "0.35"))
+GAP_S = float(os.environ.get("STORM_GAP_S", "0.3"))
 """Between two faults, on average."""
 CALM_EVERY_S = 300.0
 """So often a long storm lets everything come to rest and looks at the books."""
 CONVERGED_S = 150.0
-OVERTIME_S = 120.0
+OVERTIME_S = 240.0
 """So much longer a storm goes on until each kind has had its minimum."""
 HISTORY_S = 60.0
 """What is told is in the history by then, with a disk that was full before."""

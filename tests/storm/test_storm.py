@@ -12,7 +12,7 @@ from tests.storm.stage import Stage
 from tests.storm.storm import CONVERGED_S, OVERTIME_S, Storm
 from tests.storm.witness import Witness
 
-LASTS_S = float(os.environ.get("STORM_S", "40"))
+LASTS_S = float(os.environ.get("STORM_S", "30"))
 SEED = int(os.environ.get("STORM_SEED") or random.randrange(10**9))
 MINIMUM = 1 + int(LASTS_S / 100)
 """Of each kind."""
