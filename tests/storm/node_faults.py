@@ -23,13 +23,20 @@ def _daemon(stage: Stage) -> int:
     return stage.daemon.pid
 
 
+def _startable(stage: Stage) -> None:
+    """With a configuration that is none a daemon comes back only where its engines are services, which say whose."""
+    _daemon(stage)
+    if not stage.config_is_good:
+        raise NotNowError("it would not start again")
+
+
 # --- the daemon itself ------------------------------------------------------------------------------------------------
 
 
 @fault(On.NODE)
 def daemon_sigkill(stage: Stage, _: str, __: Random) -> Undo | None:
     """Killed and started again at once."""
-    _daemon(stage)
+    _startable(stage)
     stage.down()
     stage.daemon.kill()
     stage.start()
@@ -39,7 +46,7 @@ def daemon_sigkill(stage: Stage, _: str, __: Random) -> Undo | None:
 @fault(On.NODE)
 def daemon_sigkill_while_starting(stage: Stage, _: str, rng: Random) -> Undo | None:
     """Killed again and again before it is there."""
-    _daemon(stage)
+    _startable(stage)
     stage.down()
     stage.daemon.kill()
     for _try in range(2):
@@ -67,9 +74,7 @@ def daemon_sigstop(stage: Stage, _: str, __: Random) -> Undo | None:
 @fault(On.ALL)
 def daemon_sigterm(stage: Stage, _: str, __: Random) -> Undo | None:
     """Ended as one does it, engines with it (plain launcher), and started again."""
-    _daemon(stage)
-    if not stage.config_is_good:
-        raise NotNowError("it would not start again")
+    _startable(stage)
     stage.down()
     code = stage.daemon.stop()
     assert code == 0, f"the daemon ended with {code}"
@@ -117,7 +122,7 @@ def reload_same(stage: Stage, _: str, rng: Random) -> Undo | None:
 
 @fault(On.NODE, SHORT)
 def reload_bad(stage: Stage, _: str, rng: Random) -> Undo | None:
-    """A configuration that is none: nothing changes, also for a daemon that is killed meanwhile."""
+    """A configuration that is none: nothing changes."""
     _daemon(stage)
     if not stage.config_is_good:
         raise NotNowError("it is bad already")

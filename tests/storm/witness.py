@@ -18,8 +18,8 @@ from tests.storm.blame import Blame
 from tests.storm.stage import Stage
 
 ANSWER_S = 20.0
-"""The daemon says its status within this, whatever is asked of it: clients that never finish may hold all connections of
-the control socket for 10 s. Milliseconds otherwise."""
+"""The daemon says its status within this, whatever is asked of it: clients that never finish may hold all connections
+of the control socket for 10 s. Milliseconds otherwise."""
 ADOPTED_S = 15.0
 """A new daemon knows by then whether what it found answers."""
 RSS_MAX_MIB = 100.0
