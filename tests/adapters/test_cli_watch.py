@@ -314,7 +314,7 @@ def test_a_daemon_that_hangs_is_told_before_anybody_believes_an_old_picture(daem
     def hang(_: FakeDaemon) -> None:
         awake.wait(DEADLINE_S)
 
-    daemon.script = [hang]
+    daemon.script = [hang] * 20  # until it is told to go on, however slow the terminal is meanwhile
     with Terminal(daemon.socket) as terminal:
         seen = terminal.wait("cannot get an answer from the daemon.*what follows was seen [0-9]+s ago.*q ends")
         told = re.search("seen ([0-9]+)s ago", seen)
