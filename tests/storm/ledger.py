@@ -20,8 +20,8 @@ RELEASES = frozenset({"requested", "daemon_started", "reconfigured", "reload"})
 NEVER_IN_HISTORY = frozenset({"log_lost", "history"})
 KILL_LOSES_S = 2.0
 """The history gathers for half a second, then writes; a machine that is busy adds to that."""
-LOG_LATE_S = 15.0
-"""A line is in the log by then, also of a daemon that was frozen; the same sentence may be told again later."""
+LOG_EARLY_S = 0.5
+"""A line may be seen in the log before the history notes the time of its event."""
 CLOCK_SLACK_S = 0.05
 
 
@@ -43,43 +43,55 @@ class Start(NamedTuple):
     pid: int
 
 
+Span = tuple[float, float]
+
+
 def _key(kind: str, engine: str | None, generation: int | None, message: str) -> tuple[str, str, int, str]:
     return (kind, engine or "", generation or 0, message)
 
 
-def _nearest(times: Iterable[float], at: float) -> float | None:
-    return min(times, key=lambda time: abs(at - time), default=None)
-
-
-def missing(log: Iterable[Told], history: Iterable[Event], forgiven: Sequence[tuple[float, float]]) -> list[str]:
+def missing(log: Sequence[Told], history: Iterable[Event], forgiven: Sequence[Span]) -> list[str]:
     """What was told and is not in the history, beyond `forgiven` (times in which it may get lost).
 
     The oldest of what is missing pays for losses that were counted and told themselves.
     """
-    there: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
-    for e in history:
-        there[_key(e.kind, e.engine, e.generation, e.message)].append(e.now)
-    lost, counted = [], 0
-    for at, line in log:
+    lines: dict[tuple[str, str, int, str], list[int]] = defaultdict(list)
+    counted = 0
+    for number, (_, line) in enumerate(log):
         if line["kind"] == "history" and (found := _LOST.match(line["event"])):
             counted += int(found[1])
-        key = _key(line["kind"], line.get("engine"), line.get("generation"), line["event"])
-        nearest = _nearest(there[key], at)
-        if key[0] in NEVER_IN_HISTORY:
-            continue
-        if nearest is not None and abs(at - nearest) < LOG_LATE_S:
-            there[key].remove(nearest)
-        elif not any(begin <= at <= end for begin, end in forgiven):
-            lost.append(f"not in the history: {line['timestamp']} {line['kind']} {line.get('engine')} {line['event']}")
-    return lost[counted:]
+        if line["kind"] not in NEVER_IN_HISTORY:
+            lines[_key(line["kind"], line.get("engine"), line.get("generation"), line["event"])].append(number)
+    for event in history:
+        same = lines[_key(event.kind, event.engine, event.generation, event.message)]
+        # The same sentence may be told again and again: an event is the first line that is not older than itself.
+        own = next((number for number in same if log[number].at > event.now - LOG_EARLY_S), None)
+        if own is not None:
+            same.remove(own)
+    lost = sorted(number for same in lines.values() for number in same if not _within(log[number].at, forgiven))
+    return [
+        f"not in the history: {line['timestamp']} {line['kind']} {line.get('engine')} {line['event']}"
+        for _, line in (log[number] for number in lost[counted:])
+    ]
 
 
-def unexplained(starts: Iterable[Start], log: Iterable[Told], living: dict[str, int]) -> list[str]:
-    """Starts that no one told of, twice the same generation, and generations of which no end was told."""
+def _within(at: float, spans: Sequence[Span]) -> bool:
+    return any(begin <= at <= end for begin, end in spans)
+
+
+def unexplained(
+    starts: Iterable[Start], log: Iterable[Told], living: dict[str, int], forgiven: Sequence[Span]
+) -> list[str]:
+    """Starts that no one told of, twice the same generation, and generations of which no end was told.
+
+    An end that no daemon saw, because it was killed in the life of that generation, is not told by the next one.
+    """
     told: dict[tuple[str, int], set[str]] = defaultdict(set)
-    for _, line in log:
+    lives: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for at, line in log:
         if line.get("engine") and line.get("generation"):
             told[line["engine"], line["generation"]].add(line["kind"])
+            lives[line["engine"], line["generation"]].append(at)
     seen: Counter[tuple[str, int]] = Counter()
     wrong = []
     for start in starts:
@@ -89,7 +101,10 @@ def unexplained(starts: Iterable[Start], log: Iterable[Told], living: dict[str, 
             wrong.append(f"generation {start.generation} of {start.engine} ran twice")
         if not told[key] & BEGINNINGS:
             wrong.append(f"nobody told of generation {start.generation} of {start.engine} (pid {start.pid})")
-        if living.get(start.engine) != start.generation and not told[key] & ENDINGS:
+        if living.get(start.engine) == start.generation or told[key] & ENDINGS:
+            continue
+        next_at = min(lives[start.engine, start.generation + 1], default=float("inf"))
+        if not any(end >= min(lives[key], default=0.0) and begin <= next_at for begin, end in forgiven):
             wrong.append(f"nobody told of the end of generation {start.generation} of {start.engine}")
     return wrong
 

@@ -221,7 +221,7 @@ class Storm:
         with contextlib.suppress(AssertionError):
             wait_until(right, HISTORY_S, "the history to be written", every_s=1.0)
         living = {e["name"]: e["generation"] for e in self._stage.status().get("engines", ()) if e["pid"]}
-        problems += ledger.unexplained(self._starts(), log, living)
+        problems += ledger.unexplained(self._starts(), log, living, self._forgiven)
         if problems:
             raise self._error(problems)
 

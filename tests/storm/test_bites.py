@@ -103,10 +103,11 @@ def test_losses_that_were_told_are_counted() -> None:
 def test_processes_that_nobody_told_of_are_seen() -> None:
     log = [Told(1.0, line("spawned")), Told(2.0, line("exited")), Told(3.0, line("spawned", generation=2))]
     good = [Start("a", 1, 10), Start("a", 2, 20)]
-    assert ledger.unexplained(good, log, {"a": 2}) == []
-    assert "ran twice" in " ".join(ledger.unexplained([*good, Start("a", 1, 11)], log, {"a": 2}))
-    assert "generation 3 of a (pid 30)" in " ".join(ledger.unexplained([*good, Start("a", 3, 30)], log, {"a": 2}))
-    assert "the end of generation 2 of a" in " ".join(ledger.unexplained(good, log, {}))
+    assert ledger.unexplained(good, log, {"a": 2}, []) == []
+    assert "ran twice" in " ".join(ledger.unexplained([*good, Start("a", 1, 11)], log, {"a": 2}, []))
+    assert "generation 3 of a (pid 30)" in " ".join(ledger.unexplained([*good, Start("a", 3, 30)], log, {"a": 2}, []))
+    assert ledger.unexplained(good, log, {}, [(2.5, 3.5)]) == [], "a daemon was killed then"
+    assert "the end of generation 2 of a" in " ".join(ledger.unexplained(good, log, {}, []))
 
 
 @pytest.mark.parametrize(
