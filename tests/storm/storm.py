@@ -95,6 +95,8 @@ class Storm:
                 self._rest()
                 calm_at = time.monotonic() + CALM_EVERY_S
             number, kind = next(order)
+            if time.monotonic() >= until and kind.name not in self._lacking():
+                continue
             waiting = [later for later in [*waiting, (number, kind)] if not self._try(*later)]
             # What cannot be staged for long will be drawn again.
             waiting = waiting[-10:]
