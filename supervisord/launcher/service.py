@@ -83,7 +83,9 @@ def properties(marks: Marks, prepared: Prepared, *, env_file: Path, state_dir: s
         ("Type", ("s", "exec")),
         ("RemainAfterExit", ("b", True)),
         ("Restart", ("s", "no")),
-        ("ExecStartEx", ("a(sasas)", [(prepared.argv[0], list(prepared.argv), ["no-env-expand"])])),
+        # Not `ExecStartEx`, which has a flag for that: systemd 252 keeps it under that name, cannot read it at the next
+        # daemon-reload, and takes the memory controller from a unit that it cannot read.
+        ("ExecStart", ("a(sasb)", [(prepared.argv[0], [word.replace("$", "$$") for word in prepared.argv], False)])),
         *user,
         ("WorkingDirectory", ("s", str(prepared.directory))),
         ("UMask", ("u", _UMASK)),

@@ -224,7 +224,7 @@ def test_a_unit_tells_no_secret_and_enough_to_be_adopted(tmp_path: Path) -> None
     assert "hf_abc" not in str(properties)
     assert properties["Before"] == ["d.service"]
     assert "After" not in properties
-    assert properties["ExecStartEx"] == [("/opt/vllm", ["/opt/vllm", "serve", "$HOME"], ["no-env-expand"])]
+    assert properties["ExecStart"] == [("/opt/vllm", ["/opt/vllm", "serve", "$$HOME"], False)]
     variables = dict(pair.split("=", 1) for pair in properties["Environment"])
     assert service.read_marks(UNIT, variables, "/state") == MARKS
 

@@ -63,6 +63,17 @@ def test_text_that_systemd_would_expand_reaches_the_engine_as_it_is(node: Superv
     assert "$HOME-%n-$$" in command.stdout
 
 
+def test_a_daemon_reload_leaves_the_unit_as_it_was(node: SupervisedNode) -> None:
+    node.configure("a", args={"served-model-name": "$HOME-%n-$$"})
+    node.start()
+    node.wait_state("a", "ready")
+    told = ("LoadState", "MainPID", "KillMode", "OOMPolicy", "RemainAfterExit", "MemoryAccounting", "TasksMax")
+    before = node.machine.show(ENGINE_UNIT, *told)
+    node.machine.run("systemctl", "daemon-reload")
+    assert node.machine.show(ENGINE_UNIT, *told) == before
+    assert before["LoadState"] == "loaded"
+
+
 def test_a_killed_daemon_leaves_engines_to_the_next(node: SupervisedNode) -> None:
     node.configure("a", "b")
     node.start()
