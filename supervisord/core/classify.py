@@ -55,7 +55,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
         ExitClass.HARDWARE,
         r"gpu has fallen off the bus|uncorrectable ecc"
         rf"|{_XID}(?:46|48|62|64|74|79|95|110|119|120|136|140|143)\b"
-        rf"|{_XID}154\b[^\n]* to [^\n]*(?:reset|reboot|drain)",
+        rf"|{_XID}154\b[^\n]{{0,120}}? to [^\n]{{0,40}}?(?:reset|reboot|drain)",
         "the GPU or the driver failed; look at `dmesg | grep -i xid` and `nvidia-smi -q`",
     ),
     _sig(
@@ -83,7 +83,8 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     _sig(ExitClass.CONFIG, r"error: argument ([^\n]{1,200})", "a flag has a value that vLLM refuses: {0}"),
     _sig(
         ExitClass.CONFIG,
-        r"to serve at least one request with the model's max seq len[^\n]*?estimated maximum model length is (\d+)",
+        r"to serve at least one request with the model's max seq len[^\n]{0,400}?"
+        r"estimated maximum model length is (\d+)",
         "the model does not fit: set max-model-len to at most {0}, or give it more KV cache memory",
     ),
     _sig(
@@ -94,7 +95,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.CONFIG,
-        r"repo id must be in the form[^\n]*?: '([^'\n]{1,200})'",
+        r"repo id must be in the form[^\n]{0,100}?: '([^'\n]{1,200})'",
         "there is no model directory {0}; correct `model`",
     ),
     _sig(
@@ -109,7 +110,7 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.RESOURCE,
-        r"free memory on device \S+ \(([^)\n]{1,60})\)[^\n]*less than desired",
+        r"free memory on device \S{1,40} \(([^)\n]{1,60})\)[^\n]{0,60}less than desired",
         "only {0} of GPU memory were free at the start: somebody else holds the rest (`nvidia-smi` shows who); "
         "end that, or lower gpu-memory-utilization",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import thread_time
 from typing import Final
 
 import pytest
@@ -206,6 +207,23 @@ def test_long_output_is_looked_through_quickly() -> None:
     """No pattern may take more than linear time on what an engine prints (a prompt may be in it)."""
     tail = ["validation errors for x " * 40] * TAIL + ["xid (pci:" * 100] * TAIL
     assert classify(1, None, tail)[0] is ExitClass.CONFIG
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "xid (pci:1): 154 to ",
+        "xid (pci:1): 154, GPU recovery action changed from 0x0 to ",
+        "free memory on device cuda:0 (1) ",
+        "to serve at least one request with the model's max seq len ",
+        "Repo id must be in the form ",
+    ],
+)
+def test_one_long_line_is_looked_through_quickly(piece: str) -> None:
+    """As long as a tail may be: the loop waits for it. Two open gaps in a pattern took 54 s for 16 KiB of the first."""
+    begun = thread_time()
+    assert classify(1, None, [piece * (65_536 // len(piece))])[1]
+    assert thread_time() - begun < 2.0
 
 
 def test_an_access_log_is_nobodys_last_words() -> None:

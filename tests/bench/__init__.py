@@ -1,0 +1,1 @@
+"""What `scripts/bench` measures: us, beside others on the same machine in the same run."""
