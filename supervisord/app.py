@@ -265,7 +265,7 @@ class Daemon:
             figures=self._voice.figures,
             lost=self._voice.lost,
         )
-        site = Site(source.node, Page(source), as_root=self._as_root)
+        site = Site(source.node, self._board.booted, Page(source), as_root=self._as_root)
         return WebServer(host_and_port(address), site, Hooks(self._voice.tell, self._on_server_error, ports.holder))
 
     def _first_node(self, spec: NodeSpec, config_error: str | None) -> Node:
