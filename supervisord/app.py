@@ -253,7 +253,7 @@ class Daemon:
 
     def _remember(self, tables: Mapping[str, Any]) -> None:
         try:
-            applied.save(self._state_dir, tables)
+            applied.save(self._state_dir, tables, self._config_path)
         except OSError as error:
             self._on_trouble(f"cannot keep the configuration for a daemon that finds a bad one: {error.strerror}")
 

@@ -33,7 +33,8 @@ class BytesRead:
 class Entry(Kept):
     """One engine: its identity, and what was seen of its processes.
 
-    `child` says that the main process is ours to reap. `remember` and `note` are called by who takes samples too, so
+    `child` says that the main process is ours to reap, `vanished` that it ended in this boot and nobody knows of that
+    yet. `remember` and `note` are called by who takes samples too, so
     these two lock.
     """
 
@@ -41,6 +42,7 @@ class Entry(Kept):
         super().__init__(record.engine, record.generation, None if record.ended else record.process, pidfd)
         self.record = record
         self.child = pidfd is not None
+        self.vanished = False
         self.reaped_ticks: int | None = None
         self.ended = record.ended
         self.log_offset = record.log_offset
@@ -68,6 +70,7 @@ class Entry(Kept):
             stat = census.processes.get(process.pid) if process.boot_id == boot_id else None
             if stat is None or not stat.alive or stat.start_ticks != process.start_ticks:
                 self.process = None
+                self.vanished = process.boot_id == boot_id
 
     def remember(self, census: Census, members: Iterable[Stat]) -> None:
         """Keep who was a member; an older census than the latest says nothing new."""
