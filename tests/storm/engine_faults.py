@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -124,6 +125,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "health_503": {"health": 503},
     "health_500": {"health": 500},
     "completion_500": {"completion": 500},
+    "completion_404": {"completion": 404},
     "completion_hangs": {"completion": "hang"},
     "output_garbage": {"completion": "garbage"},
     "output_empty": {"completion": "empty"},
@@ -136,6 +138,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "metrics_nan": {"garbage_page": "nan"},
     "metrics_huge": {"huge_mib": 24},
     "metrics_without_blocks": {"blocks": "None"},
+    "metrics_renamed": {"rename": {"vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc"}},
     "health_nested": {"health": {"status": 200, "body": "[" * 60_000}},
     "health_odd_numbers": {"health": {"status": 200, "json": {"block_table_stats": {"free_blocks": -1}}}},
     "answers_drip": {"drip": {"bytes": 1, "interval_s": 0.3}},
@@ -159,6 +162,7 @@ for _name, _values in _ANSWERS.items():
 _STARTS: dict[str, dict[str, Any]] = {
     "start_crashes": {"start_error": {"line": "boom", "code": 1}},
     "start_port_in_use": {"start_error": {"capture": "port_in_use"}},
+    "start_with_a_small_pool": {"blocks": 4000},
     "start_slow": {"ready_delay_s": 2.5},
     "start_deaf": {"ready_delay_s": 2.5, "swallow_sigterm_while_starting": True, "ignore_sigterm": "all"},
     "start_never_ready": {"ready_delay_s": 1000, "spam": {"lines_per_s": 20, "line": "Waiting for core engine 1"}},
@@ -170,6 +174,7 @@ _FINAL: dict[str, dict[str, Any]] = {
     "start_bad_flag": {"start_error": {"capture": "badflag"}},
     "start_does_not_fit": {"start_error": {"capture": "maxlen_gt_kv"}},
     "start_without_model": {"start_error": {"capture": "missing_dir"}},
+    "start_without_fabric": {"start_error": {"line": "RuntimeError: Error 802: system not yet initialized", "code": 1}},
     "start_hub_429": {"start_error": {"line": "HfHubHTTPError: 429 Client Error", "code": 1}},
 }
 for _name, _values in _FINAL.items():
@@ -187,6 +192,20 @@ def _ready_port(stage: Stage, engine: str) -> int:
 def load(stage: Stage, engine: str, _: Random) -> Undo | None:
     """No fault: traffic."""
     return Clients(_ready_port(stage, engine)).stop
+
+
+@fault(On.ENGINE, LONG)
+def wedged_by_an_abort(stage: Stage, engine: str, _: Random) -> Undo | None:
+    """A client goes away, and the engine does not step any more (A05)."""
+    port = _ready_port(stage, engine)
+    clear = _set(stage, engine, {"wedge_on_abort": True})
+    request = {"model": "tiny", "prompt": "once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body = json.dumps(request).encode()
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n")
+        sock.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        sock.recv(1000)
+    return clear
 
 
 @fault(On.ENGINE, LONG)

@@ -27,6 +27,7 @@ class On(Enum):
 
     ENGINE = "one engine"
     GPU = "a GPU, and all engines on it"
+    GPUS = "several GPUs, and all engines on GPUs"
     NODE = "the daemon or its surroundings, and no engine"
     ALL = "the daemon and, rightly, all engines"
 

@@ -17,11 +17,11 @@ OURS_ALONE = "nvmlDeviceGetPersistenceMode"
 """A call that engines do not make: one that hangs for everybody would hang their starts too."""
 
 
-def _gpu(stage: Stage, engine: str) -> SimGpu:
-    gpu = stage.gpu_of(engine)
-    if gpu is None:
+def _gpu(stage: Stage, engine: str, rng: Random) -> SimGpu:
+    gpus = stage.gpus_of(engine)
+    if not gpus:
         raise NotNowError(f"{engine} has no GPU")
-    return gpu
+    return rng.choice(gpus)
 
 
 def _clear(stage: Stage, gpu: SimGpu) -> None:
@@ -29,8 +29,8 @@ def _clear(stage: Stage, gpu: SimGpu) -> None:
     stage.post("/v1/gpus/clear", {"gpu": gpu.uuid})
 
 
-def _xid(number: int, stage: Stage, engine: str, _: Random) -> Undo | None:
-    gpu = _gpu(stage, engine)
+def _xid(number: int, stage: Stage, engine: str, rng: Random) -> Undo | None:
+    gpu = _gpu(stage, engine, rng)
     stage.box.xid(gpu, number)
     return partial(_clear, stage, gpu)
 
@@ -40,25 +40,39 @@ for _name, _number in (("xid_hardware", 79), ("xid_gsp_timeout", 119), ("xid_app
 
 
 @fault(On.GPU, LONG)
-def gpu_lost(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_lost(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """Fallen off the bus: calls with its handle fail, and handles by UUID for every GPU."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     gpu.lose()
     return partial(_clear, stage, gpu)
 
 
+@fault(On.GPUS, LONG)
+def two_gpus_lost(stage: Stage, _: str, rng: Random) -> Undo | None:
+    """At once: of one engine, or of two."""
+    gpus = rng.sample(stage.gpus_of(*stage.victims), 2)
+    for gpu in gpus:
+        gpu.lose()
+
+    def undo() -> None:
+        for gpu in gpus:
+            _clear(stage, gpu)
+
+    return undo
+
+
 @fault(On.GPU, LONG)
-def gpu_vanishes(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_vanishes(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """No longer counted: the indices of the others shift."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     gpu.vanish()
     return partial(_clear, stage, gpu)
 
 
 @fault(On.GPU, LONG)
-def gpu_needs_reset(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_needs_reset(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """The driver wants the GPU to be reset."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     gpu.recovery_action(1)
 
     def undo() -> None:
@@ -69,9 +83,9 @@ def gpu_needs_reset(stage: Stage, engine: str, _: Random) -> Undo | None:
 
 
 @fault(On.GPU, LONG)
-def gpu_memory_stays(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_memory_stays(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """The engine dies and its memory does not come back (A12)."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     pid = running(stage, engine)
     gpu.set(hold="1")
     send(pid, signal.SIGKILL)
@@ -79,9 +93,9 @@ def gpu_memory_stays(stage: Stage, engine: str, _: Random) -> Undo | None:
 
 
 @fault(On.GPU, LONG)
-def gpu_tenant(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_tenant(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """Somebody else takes memory on the same GPU."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     tenant = subprocess.Popen(["/bin/sleep", "3600"])
     gpu.process(tenant.pid, 60 * GIB)
 
@@ -94,9 +108,9 @@ def gpu_tenant(stage: Stage, engine: str, _: Random) -> Undo | None:
 
 
 @fault(On.GPU, SHORT)
-def gpu_numbers_missing(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_numbers_missing(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """Values that a driver does not support from one moment to the next (A39)."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     names = ("temperature", "power_mw", "utilization_gpu", "energy_mj", "clock_reasons")
     before = {name: gpu.get(name) for name in names}
     gpu.set(**dict.fromkeys(names))
@@ -104,17 +118,17 @@ def gpu_numbers_missing(stage: Stage, engine: str, _: Random) -> Undo | None:
 
 
 @fault(On.GPU, SHORT)
-def gpu_throttles(stage: Stage, engine: str, _: Random) -> Undo | None:
+def gpu_throttles(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """Hot, and slowed down by the hardware (A43)."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     gpu.set(temperature=96, clock_reasons="0x48")
     return partial(gpu.set, temperature=35, clock_reasons="0x1")
 
 
 @fault(On.GPU, LONG)
-def nvml_gpu_fails(stage: Stage, engine: str, _: Random) -> Undo | None:
+def nvml_gpu_fails(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """Unknown Error for every call with the handle of a GPU (A38)."""
-    gpu = _gpu(stage, engine)
+    gpu = _gpu(stage, engine, rng)
     gpu.fault("every", 999)
     return partial(gpu.fault, "every", None)
 
@@ -122,7 +136,7 @@ def nvml_gpu_fails(stage: Stage, engine: str, _: Random) -> Undo | None:
 @fault(On.NODE, (8.0, 20.0))
 def nvml_hangs(stage: Stage, _: str, rng: Random) -> Undo | None:
     """A call that never returns (A36)."""
-    gpu = stage.box.gpu(rng.randrange(3))
+    gpu = rng.choice(stage.box.gpus())
     gpu.fault(OURS_ALONE, "hang 600")
     return partial(gpu.fault, OURS_ALONE, None)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from supervisord.core.incident import Event
@@ -17,12 +18,19 @@ BEGINNINGS = frozenset({"spawned", "adopted", "leftover"})
 RELEASES = frozenset({"requested", "daemon_started", "reconfigured", "reload"})
 """After one of these an engine may be started before its back-off is over."""
 
+TAKEN_OUT = frozenset({"draining", "stopping"})
+VOLUNTARY = frozenset({"kv_shortfall", "gpu_creep", "host_creep"})
+
 NEVER_IN_HISTORY = frozenset({"log_lost", "history"})
 KILL_LOSES_S = 2.0
 """The history gathers for half a second, then writes; a machine that is busy adds to that."""
 LOG_EARLY_S = 0.5
 """A line may be seen in the log before the history notes the time of its event."""
 CLOCK_SLACK_S = 0.05
+SEEN_EVERY_S = 0.5
+"""Processes are looked at more often than this."""
+TOLD_S = 10.0
+"""The end of an engine is told within this: what ignores SIGTERM takes longest."""
 
 
 _LOST = re.compile(r"(\d+) events and \d+ observations are missing")
@@ -79,19 +87,27 @@ def _within(at: float, spans: Sequence[Span]) -> bool:
     return any(begin <= at <= end for begin, end in spans)
 
 
-def unexplained(
-    starts: Iterable[Start], log: Iterable[Told], living: dict[str, int], forgiven: Sequence[Span]
-) -> list[str]:
-    """Starts that no one told of, twice the same generation, and generations of which no end was told.
+@dataclass(frozen=True)
+class Ends:
+    """When something of each generation was seen last, and when daemons were killed."""
 
-    An end that no daemon saw, because it was killed in the life of that generation, is not told by the next one.
-    """
+    last_seen: Mapping[tuple[str, int], float]
+    kills: Sequence[float]
+
+    def may_be_untold(self, key: tuple[str, int]) -> bool:
+        """It ended while a daemon was there, which was killed before it had told that; otherwise the next one tells."""
+        ended = self.last_seen.get(key)
+        if ended is None:  # too quick to be seen
+            return bool(self.kills)
+        return any(ended - SEEN_EVERY_S <= kill <= ended + TOLD_S for kill in self.kills)
+
+
+def unexplained(starts: Iterable[Start], log: Iterable[Told], living: dict[str, int], ends: Ends) -> list[str]:
+    """Starts that no one told of, twice the same generation, and generations of which no end was told."""
     told: dict[tuple[str, int], set[str]] = defaultdict(set)
-    lives: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for at, line in log:
+    for _, line in log:
         if line.get("engine") and line.get("generation"):
             told[line["engine"], line["generation"]].add(line["kind"])
-            lives[line["engine"], line["generation"]].append(at)
     seen: Counter[tuple[str, int]] = Counter()
     wrong = []
     for start in starts:
@@ -101,11 +117,31 @@ def unexplained(
             wrong.append(f"generation {start.generation} of {start.engine} ran twice")
         if not told[key] & BEGINNINGS:
             wrong.append(f"nobody told of generation {start.generation} of {start.engine} (pid {start.pid})")
-        if living.get(start.engine) == start.generation or told[key] & ENDINGS:
-            continue
-        next_at = min(lives[start.engine, start.generation + 1], default=float("inf"))
-        if not any(end >= min(lives[key], default=0.0) and begin <= next_at for begin, end in forgiven):
+        if living.get(start.engine) != start.generation and not told[key] & ENDINGS and not ends.may_be_untold(key):
             wrong.append(f"nobody told of the end of generation {start.generation} of {start.engine}")
+    return wrong
+
+
+def out_of_turn(history: Iterable[Event], group: Collection[str]) -> list[str]:
+    """Restarts that nobody needed at once, of a replica while no other one was ready."""
+    ready: dict[str, bool] = {}
+    wrong = []
+    for event in history:
+        name = event.engine or ""
+        if event.kind == "daemon_started":
+            ready.clear()  # what was told last may be lost
+        if name not in group:
+            continue
+        if event.kind in TAKEN_OUT and event.reason in VOLUNTARY:
+            others = [other for other in group if other != name]
+            if all(ready.get(other) is False for other in others):
+                wrong.append(f"{name} was taken out of traffic while no replica of it was ready: {event.message}")
+        if event.kind == "ready":
+            ready[name] = True
+        elif event.kind == "stopped":
+            ready.pop(name, None)  # not wanted: nobody waits for it
+        elif event.kind in ENDINGS | TAKEN_OUT:
+            ready[name] = False
     return wrong
 
 

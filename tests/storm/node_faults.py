@@ -24,10 +24,10 @@ def _daemon(stage: Stage) -> int:
 
 
 def _startable(stage: Stage) -> None:
-    """With a configuration that is none a daemon comes back only where its engines are services, which say whose."""
+    """With a configuration that is none a daemon goes on with what was applied last."""
     _daemon(stage)
-    if not stage.config_is_good:
-        raise NotNowError("it would not start again")
+    if not stage.config_is_good and not stage.has_applied():
+        raise NotNowError("an older configuration would be applied")
 
 
 # --- the daemon itself ------------------------------------------------------------------------------------------------
@@ -37,8 +37,7 @@ def _startable(stage: Stage) -> None:
 def daemon_sigkill(stage: Stage, _: str, __: Random) -> Undo | None:
     """Killed and started again at once."""
     _startable(stage)
-    stage.down()
-    stage.daemon.kill()
+    stage.kill()
     stage.start()
     return None
 
@@ -47,12 +46,11 @@ def daemon_sigkill(stage: Stage, _: str, __: Random) -> Undo | None:
 def daemon_sigkill_while_starting(stage: Stage, _: str, rng: Random) -> Undo | None:
     """Killed again and again before it is there."""
     _startable(stage)
-    stage.down()
-    stage.daemon.kill()
+    stage.kill()
     for _try in range(2):
         stage.daemon.start(wait=False)
         threading.Event().wait(rng.random() * 0.5)
-        stage.daemon.kill()
+        stage.kill()
     stage.start()
     return None
 
@@ -74,7 +72,9 @@ def daemon_sigstop(stage: Stage, _: str, __: Random) -> Undo | None:
 @fault(On.ALL)
 def daemon_sigterm(stage: Stage, _: str, __: Random) -> Undo | None:
     """Ended as one does it, engines with it (plain launcher), and started again."""
-    _startable(stage)
+    _daemon(stage)
+    if not stage.config_is_good:
+        raise NotNowError("nothing would live that it could be applied to")
     stage.down()
     code = stage.daemon.stop()
     assert code == 0, f"the daemon ended with {code}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,9 @@ from tests.storm.clock import Clock
 DISK_MIB = 192
 LIFE_S = "7200"
 """Nothing that a broken storm leaves lives longer."""
+
+PAIR = ("a", "b")
+"""Replicas of each other."""
 
 FRESH_S = 0.1
 BACKOFF_MAX_S = 2.0
@@ -78,12 +82,14 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.clock = Clock(folder)
-        self.box = NvmlBox.make(folder / "nvml", "h200", "h200", "rtx4090")
+        self.box = NvmlBox.make(folder / "nvml", "h200", "h200", "rtx4090", "h200", "h200")
         self.receiver = Receiver()
         self.listen_port = free_port()
         self.sims = {sim.name: sim for sim in self._engines()}
         self.calm = frozenset({"calm", "calm-gpu"})
         self.victims = sorted(self.sims.keys() - self.calm)
+        self.kills: list[float] = []
+        """When the daemon was killed."""
         self.lives = 0
         """Changes whenever the daemon is started, stopped, frozen or killed."""
         self.up = False
@@ -109,6 +115,8 @@ class Stage:
         yield Sim(self.folder, "g", env=env, gpus=[gpus[0]], warmup=WARM, **HASTY)
         yield Sim(self.folder, "h", env=env, gpus=[gpus[1]], args=shared, **HASTY)
         yield Sim(self.folder, "i", env=env, gpus=[gpus[1]], args=shared, **HASTY)
+        yield Sim(self.folder, "tp", env=env, gpus=gpus[3:], args={"tensor-parallel-size": 2}, warmup=WARM, **HASTY)
+        yield Sim(self.folder, "dp", env=env, args={"data-parallel-size": 2}, **HASTY)
 
     def __enter__(self) -> Stage:  # noqa: PYI034 (typing.Self came with Python 3.11)
         with contextlib.ExitStack() as stack:
@@ -164,6 +172,12 @@ class Stage:
         """From now on the daemon need not answer."""
         self.up = False
         self.lives += 1
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon."""
+        self.down()
+        self.kills.append(time.monotonic())
+        self.daemon.kill()
 
     def back(self) -> None:
         """It has to again."""
@@ -226,17 +240,24 @@ class Stage:
 
     # --- GPUs ---
 
-    def gpu_of(self, name: str) -> SimGpu | None:
-        """The GPU of an engine."""
-        named = self.sims[name].settings.get("gpus")
-        return next((gpu for gpu in self.box.gpus() if named and gpu.uuid == named[0]), None)
+    def gpus_of(self, *names: str) -> list[SimGpu]:
+        """The GPUs of these engines."""
+        named = {uuid for name in names for uuid in self.sims[name].settings.get("gpus", ())}
+        return [gpu for gpu in self.box.gpus() if gpu.uuid in named]
 
     def sharing(self, name: str) -> list[str]:
-        """The engines that use the GPU of this one, itself among them."""
-        gpus = self.sims[name].settings.get("gpus")
-        return [other for other, sim in self.sims.items() if sim.settings.get("gpus") == gpus]
+        """The engines that use a GPU of this one, itself among them."""
+        gpus = self.gpus_of(name)
+        return [other for other in self.sims if other == name or set(gpus) & set(self.gpus_of(other))]
 
     # --- rest ---
+
+    def has_applied(self) -> bool:
+        """The daemon has kept the configuration as it is: a full disk keeps it from that, a reload takes a moment."""
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads((self.daemon.state_dir / "applied.json").read_bytes())["tables"]["engine"]
+            return all(kept[name]["env"] == sim.settings["env"] for name, sim in self.sims.items())
+        return False
 
     def settle(self, timeout_s: float) -> None:
         """Everything that was done is undone: engines get ready again, with what only an operator can do done."""

@@ -20,7 +20,7 @@ from tests.sim.engine import wait_until
 from tests.storm import engine_faults, gpu_faults, ledger, node_faults
 from tests.storm.faults import KINDS, Fault, NotNowError, On, Undo
 from tests.storm.ledger import Start, Told
-from tests.storm.stage import BACKOFF_MAX_S, Stage
+from tests.storm.stage import BACKOFF_MAX_S, PAIR, Stage
 from tests.storm.witness import Witness
 
 SOURCES = (engine_faults, gpu_faults, node_faults)
@@ -69,6 +69,7 @@ class Storm:
         self._began = time.monotonic()
         self._forgiven: list[tuple[float, float]] = []
         self._full_since, self._full_until = 0.0, -HISTORY_S
+        self._rests = 0
         self.counts: Counter[str] = Counter()
         self.told: list[str] = []
 
@@ -137,6 +138,7 @@ class Storm:
     def _begin(self, number: int, kind: Fault, name: str) -> bool:
         stage = self._stage
         befalls = {On.ENGINE: [name], On.GPU: stage.sharing(name) if name else [], On.NODE: [], On.ALL: [*stage.sims]}
+        befalls[On.GPUS] = [victim for victim in stage.victims if stage.gpus_of(victim)]
         engines, rng = tuple(befalls[kind.on]), Random(f"{self._seed}:{number}:{name}")
         began = time.monotonic()
         with self._witness.blaming() as blame:
@@ -200,6 +202,7 @@ class Storm:
         wait_until(self._nothing_else_lives, 30, "leftovers of earlier generations to be gone", every_s=0.1)
         daemon.assert_no_bug()
         self._books()
+        self._rests += 1
 
     def _nothing_else_lives(self) -> bool:
         """Every process of an engine is of the generation that status shows, and its main process is among them."""
@@ -218,12 +221,15 @@ class Storm:
             events = list(_all_events(reader))
             problems[:] = ledger.missing(log, events, self._forgiven)
             problems[:] += ledger.too_hasty(events, BACKOFF_MAX_S)
+            problems[:] += ledger.out_of_turn(events, PAIR)
             return not problems
 
         with contextlib.suppress(AssertionError):
             wait_until(right, HISTORY_S, "the history to be written", every_s=1.0)
         living = {e["name"]: e["generation"] for e in self._stage.status().get("engines", ()) if e["pid"]}
-        problems += ledger.unexplained(self._starts(), log, living, self._forgiven)
+        problems += ledger.unexplained(
+            self._starts(), log, living, ledger.Ends(self._witness.last_seen, self._stage.kills)
+        )
         if problems:
             raise self._error(problems)
 
@@ -272,6 +278,8 @@ class Storm:
             "events": _counted(kinds),
             "status": f"{len(answers)} answers, median {statistics.median(answers) * 1e3:.0f} ms, "
             f"p99 {answers[int(len(answers) * 0.99)] * 1e3:.0f} ms, longest {answers[-1] * 1e3:.0f} ms",
+            "books": f"{self._rests} times at rest with all engines ready and the books right; "
+            f"{len(self._stage.kills)} kills of the daemon",
             "daemon": f"at most {most.rss_mib:.0f} MiB, {most.descriptors} descriptors, {most.threads} threads",
             "seen": f"{most.looks} looks at all processes; {self._stage.receiver.received} notices received",
         }

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from supervisord.core.messages import Severity
 from tests.sim.engine import wait_until
 from tests.storm import ledger
 from tests.storm.blame import REST_S, Blame
-from tests.storm.ledger import Start, Told
+from tests.storm.ledger import Ends, Start, Told
 from tests.storm.stage import Stage
 from tests.storm.witness import Witness
 
@@ -103,11 +104,42 @@ def test_losses_that_were_told_are_counted() -> None:
 def test_processes_that_nobody_told_of_are_seen() -> None:
     log = [Told(1.0, line("spawned")), Told(2.0, line("exited")), Told(3.0, line("spawned", generation=2))]
     good = [Start("a", 1, 10), Start("a", 2, 20)]
-    assert ledger.unexplained(good, log, {"a": 2}, []) == []
-    assert "ran twice" in " ".join(ledger.unexplained([*good, Start("a", 1, 11)], log, {"a": 2}, []))
-    assert "generation 3 of a (pid 30)" in " ".join(ledger.unexplained([*good, Start("a", 3, 30)], log, {"a": 2}, []))
-    assert ledger.unexplained(good, log, {}, [(2.5, 3.5)]) == [], "a daemon was killed then"
-    assert "the end of generation 2 of a" in " ".join(ledger.unexplained(good, log, {}, []))
+    calm = Ends({}, [])
+    assert ledger.unexplained(good, log, {"a": 2}, calm) == []
+    assert "ran twice" in " ".join(ledger.unexplained([*good, Start("a", 1, 11)], log, {"a": 2}, calm))
+    twice = ledger.unexplained([*good, Start("a", 3, 30)], log, {"a": 2}, calm)
+    assert "generation 3 of a (pid 30)" in " ".join(twice)
+    assert "the end of generation 2 of a" in " ".join(ledger.unexplained(good, log, {}, calm))
+
+
+@pytest.mark.parametrize(
+    ("killed", "told"),
+    [([], False), ([50.0], False), ([59.0], False), ([60.5], True), ([80.0], False), ([20.0, 61.0], True)],
+)
+def test_an_end_is_told_unless_the_daemon_was_killed_over_it(killed: list[float], told: bool) -> None:
+    """One that comes while no daemon runs is told by the next."""
+    ends = Ends({("a", 1): 60.0}, killed)
+    assert (ledger.unexplained([Start("a", 1, 10)], [Told(1.0, line("spawned"))], {}, ends) == []) is told
+
+
+@pytest.mark.parametrize(
+    ("before", "reason", "wrong"),
+    [
+        ((("b", "exited"),), "kv_shortfall", True),
+        ((("b", "exited"),), "stalled", False),
+        ((("b", "exited"), ("b", "ready")), "kv_shortfall", False),
+        ((("b", "exited"), ("b", "stopped")), "kv_shortfall", False),
+        ((("b", "exited"), (None, "daemon_started")), "kv_shortfall", False),
+        ((("other", "exited"),), "kv_shortfall", False),
+        ((), "kv_shortfall", False),
+    ],
+)
+def test_a_voluntary_restart_of_the_last_replica_is_seen(
+    before: tuple[tuple[str | None, str], ...], reason: str, wrong: bool
+) -> None:
+    told = [replace(event(kind, 1.0), engine=engine) for engine, kind in before]
+    found = ledger.out_of_turn([*told, replace(event("draining", 2.0), reason=reason)], ("a", "b"))
+    assert bool(found) is wrong
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ from tests.daemon.harness import Document
 from tests.daemon.outside import Looker, rss_mib, twins
 from tests.sim.engine import alive
 from tests.storm.blame import Blame
+from tests.storm.idle import Idle
 from tests.storm.stage import Stage
 
-ANSWER_S = 20.0
-"""The daemon says its status within this, whatever is asked of it: clients that never finish may hold all connections
-of the control socket for 10 s. Milliseconds otherwise."""
+ANSWER_S = 8.0
+"""The daemon says its status within this, whatever is asked of it, also while clients that never finish hold all
+connections of the control socket (10 s each if nobody else comes). Normal are milliseconds."""
+SHORT_OF_BREATH = 10
+"""And so many times what an idle process takes meanwhile to say a byte: that much more is the machine's."""
 ADOPTED_S = 15.0
 """A new daemon knows by then whether what it found answers."""
 RSS_MAX_MIB = 100.0
@@ -51,7 +54,7 @@ class Line:
 
 
 class Witness:
-    """Three threads: processes, the daemon's answers, its log. `violations` may be read at any time."""
+    """Threads for processes, the daemon's answers, its log. `violations` may be read at any time."""
 
     def __init__(self, stage: Stage, answer_s: float = ANSWER_S) -> None:
         self._stage = stage
@@ -59,9 +62,12 @@ class Witness:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._blame = Blame(stage.sims)
+        self._idle = Idle(stage.folder)
         self._offset = 0
         self._highest: dict[str, int] = {}
         self._looker = Looker(stage.daemon.state_dir)
+        self.last_seen: dict[tuple[str, int], float] = {}
+        """When something of a generation of an engine lived last."""
         self.violations: list[str] = []
         self.most = Extremes()
         self.log: list[Line] = []
@@ -71,12 +77,14 @@ class Witness:
                 (_PROCESSES_EVERY_S, self._processes),
                 (_STATUS_EVERY_S, self._status),
                 (0.1, self.read_log),
+                (_STATUS_EVERY_S, self._idle.ask),
             )
         ]
         self._answered = (0, time.monotonic())
         """In which life of the daemon it answered last, and when."""
 
     def __enter__(self) -> Witness:  # noqa: PYI034 (typing.Self came with Python 3.11)
+        self._idle.begin()
         for thread in self._threads:
             thread.start()
         return self
@@ -85,6 +93,7 @@ class Witness:
         self._over.set()
         for thread in self._threads:
             thread.join(2 * ANSWER_S)
+        self._idle.end()
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[Blame]:
@@ -109,7 +118,9 @@ class Witness:
 
     def _processes(self) -> None:
         self.most.looks += 1
-        for text in twins(self._looker.look(), self._highest):
+        found, now = self._looker.look(), time.monotonic()
+        self.last_seen.update({(seen.engine, seen.generation): now for seen in found})
+        for text in twins(found, self._highest):
             self._saw(f"two generations of one engine live: {text}")
         if self._stage.stranger and not alive(self._stage.stranger):
             self._saw("somebody else's vllm was ended")
@@ -135,10 +146,14 @@ class Witness:
             self.most.answers_s.append(now - began)
             self._engines(document)
             self._figures()
-        elif self._answered[0] != life:
+            return
+        if self._answered[0] != life:
             self._answered = (life, began)
-        elif now - self._answered[1] > self._answer_s:
-            self._saw(f"the daemon did not say its status for {now - self._answered[1]:.1f} s")
+            return
+        silent_s, slowest_s = now - self._answered[1], self._idle.slowest_s(self._answered[1])
+        if silent_s > self._answer_s + SHORT_OF_BREATH * slowest_s:
+            text = f"the daemon did not say its status for {silent_s:.1f} s"
+            self._saw(f"{text}; an idle process took {slowest_s:.3f} s at most")
 
     def _engines(self, document: Document) -> None:
         now = time.monotonic()
