@@ -481,6 +481,15 @@ def test_a_drain_ends_after_it_may(tmp_path: Path) -> None:
     assert read(tmp_path, MINIMAL + "drain_min_s = 30\n").spec.engines["qwen"].drain_min_s == 30
 
 
+def test_a_start_is_looked_at_twice_before_it_can_be_called_still(tmp_path: Path) -> None:
+    slow = "[supervisor]\npoll_interval_s = 60\n"
+    with pytest.raises(
+        ConfigError, match=r"start_timeout_s = 119.*poll_interval_s \(60\) or more.*lower poll_interval_s"
+    ):
+        read(tmp_path, slow + MINIMAL + "start_timeout_s = 119\n")
+    assert read(tmp_path, slow + MINIMAL + "start_timeout_s = 120\n").spec.engines["qwen"].start_timeout_s == 120
+
+
 def test_files_may_be_missing_when_they_are_not_checked(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL.replace("org/model", "/nonexistent/model") + 'api_key_file = "/nonexistent/key"\n')
     with pytest.raises(ConfigError) as caught:
