@@ -14,7 +14,7 @@ from tests.storm.witness import Witness
 
 LASTS_S = float(os.environ.get("STORM_S", "30"))
 SEED = int(os.environ.get("STORM_SEED") or random.randrange(10**9))
-MINIMUM = 1 + int(LASTS_S / 100)
+MINIMUM = 1 + int(LASTS_S / 300)
 """Of each kind."""
 
 
