@@ -33,9 +33,8 @@ class BytesRead:
 class Entry(Kept):
     """One engine: its identity, and what was seen of its processes.
 
-    `child` says that the main process is ours to reap, `vanished` that it ended in this boot and nobody knows of that
-    yet. `remember` and `note` are called by who takes samples too, so
-    these two lock.
+    `child` says that the main process is ours to reap, `vanished` that it ended in this boot and nobody was told of
+    that. `remember` and `note` are called by who takes samples too, so these two lock.
     """
 
     def __init__(self, record: Record, pidfd: int | None, log: Path) -> None:
