@@ -704,3 +704,9 @@ def test_only_a_name_goes_into_a_path(name: str) -> None:
     with pytest.raises(client.RefusedError, match="cannot find an engine"):
         client.engine_target(name, "log")
     assert client.engine_target("Qwen-3_5", "log") == "/v1/engines/Qwen-3_5/log"
+
+
+def test_a_number_of_thousands_of_digits_is_none() -> None:
+    assert client.Reply({"log-offset": "7"}, b"").number("log-offset") == 7
+    with pytest.raises(client.ControlError, match="no number in its header log-offset"):
+        client.Reply({"log-offset": "7" * 5000}, b"").number("log-offset")

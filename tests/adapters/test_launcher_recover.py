@@ -249,7 +249,15 @@ def test_a_broken_record_is_told_and_its_processes_are_found(box: Box, data: byt
     box.launch(*SLEEP, generation=5)
 
 
-@pytest.mark.parametrize("engine", ["../../etc", "a/b", "", "UPPER", "x" * 40])
+@pytest.mark.parametrize("generation", ["9" * 5000, "-1", "x", "\u0663"])
+def test_a_mark_that_is_no_generation_is_as_good_as_none(box: Box, generation: str) -> None:
+    """Every process of the machine can claim one; thousands of digits are more than Python converts."""
+    with bystander(**{MARK_ENGINE: ENGINE, MARK_GENERATION: generation, MARK_STATE: str(box.state)}):
+        (found,) = wait_until(box.launcher.recover, 10, "the process to be found")
+        assert (found.engine, found.generation) == (ENGINE, 0)
+
+
+@pytest.mark.parametrize("engine", ["../../etc", "a/b", "", "UPPER", "x" * 40, "qwen\n"])
 def test_marks_that_name_no_engine(box: Box, engine: str) -> None:
     with bystander(**{MARK_ENGINE: engine, MARK_GENERATION: "x", MARK_STATE: str(box.state)}) as process:
         assert box.launcher.recover() == ()

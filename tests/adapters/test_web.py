@@ -386,6 +386,33 @@ def test_many_scrapers_cost_no_more_than_one(serve: Callable[..., Web], monkeypa
     assert (len(pages), served.made) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/plain; version=x",
+        "application/openmetrics-text; version=1.x.0",
+        "application/openmetrics-text; version=" + "9" * 5000,
+        "text/plain; version==; escaping=x",
+        ";,=" * 1000,
+    ],
+)
+def test_a_wish_that_makes_no_sense_gets_the_page_all_the_same(serve: Callable[..., Web], accept: str) -> None:
+    served = serve(engine("qwen"))
+    found = served.get("/metrics", Accept=accept)
+    assert found.status == 200
+    assert "vllm_supervisor_ready" in found.text
+    assert served.errors == []
+
+
+def test_forms_of_the_page_are_few(serve: Callable[..., Web], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every version number is a form of its own, and each form is made anew."""
+    monkeypatch.setattr("supervisord.web.metrics.KEEP_S", 3600.0)
+    served = serve(engine("qwen"))
+    for minor in range(20):
+        served.get("/metrics", Accept=f"application/openmetrics-text; version=1.{minor}.0")
+    assert served.made <= 9
+
+
 def test_a_flood_is_taken_in_at_a_bounded_pace(serve: Callable[..., Web]) -> None:
     served = serve(engine("qwen"))
     began, count = time.monotonic(), 60
