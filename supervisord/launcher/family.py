@@ -81,13 +81,22 @@ class Marks(NamedTuple):
     generation: int
 
 
+def state_dir_of(stat: Stat) -> str | None:
+    """The state directory that the marks of a process name."""
+    return _variables(stat).get(MARK_STATE)
+
+
 def read_marks(stat: Stat, state_dir: str) -> Marks | None:
     """Read the marks of a process of some engine of this state directory."""
-    variables = dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.environment(stat.pid)))
+    variables = _variables(stat)
     engine = variables.get(MARK_ENGINE, "")
     if variables.get(MARK_STATE) != state_dir or not re.fullmatch(ENGINE_NAME_PATTERN, engine):
         return None
     return Marks(engine, generation_of(variables.get(MARK_GENERATION, "")))
+
+
+def _variables(stat: Stat) -> dict[str, str]:
+    return dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.environment(stat.pid)))
 
 
 def _is_proven(stat: Stat, processes: Mapping[int, Stat], clues: Clues) -> bool:
