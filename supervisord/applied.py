@@ -83,7 +83,7 @@ def read(state_dir: Path, config_path: Path) -> NodeSpec | None:
         with (state_dir / _FILE).open("rb") as file:
             document = json.loads(file.read(_MAX_BYTES))
         if document["version"] != VERSION or not isinstance(document["tables"], dict):
-            raise UnusableError(f"its version is {document['version']!r}")
+            raise UnusableError(f"its version is {document['version']!r:.80}")
         return parse(document["tables"]) if document["config"] == str(config_path.absolute()) else None
     except OSError as error:
         raise UnusableError(error.strerror) from None

@@ -123,10 +123,11 @@ TABLES: Final = {
 
 @fuzz(300)
 def test_applied(rng: random.Random) -> None:
-    data = json_bytes([{"version": 1, "tables": TABLES}], rng)
-    with bounded("applied.json", data):
+    data = json_bytes([{"version": 1, "config": "/etc/config.toml", "tables": TABLES}], rng)
+    with bounded("applied.json", data), contextlib.suppress(applied.UnusableError):
         (FOLDER / "applied.json").write_bytes(data)
-        assert applied.read(FOLDER) is None or isinstance(applied.read(FOLDER), NodeSpec)
+        found = applied.read(FOLDER, Path("/etc/config.toml"))
+        assert found is None or isinstance(found, NodeSpec)
     changed = mutated_json(TABLES, rng)
     with bounded("tables", changed):
         try:

@@ -86,7 +86,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> None:
         spec=NodeSpec(supervisor=SupervisorSpec(metrics_token_file=str(token))), engines={"qwen": engine("qwen")}
     )
     source = Source(lambda: node, lambda n, at: status.of(n, at, time.time(), stamp), Figures(), dict)
-    LISTENER = Served(_FromAnywhere(lambda: node, Page(source), as_root=False))
+    LISTENER = Served(_FromAnywhere(lambda: node, lambda: True, Page(source), as_root=False))
 
 
 class _FromAnywhere(Site):
