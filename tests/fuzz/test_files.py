@@ -123,15 +123,11 @@ TABLES: Final = {
 
 @fuzz(300)
 def test_applied(rng: random.Random) -> None:
-    data = json_bytes([{"version": applied.VERSION, "config": "/c", "tables": TABLES}], rng)
-    with bounded("applied.json", data):
+    data = json_bytes([{"version": 1, "config": "/etc/config.toml", "tables": TABLES}], rng)
+    with bounded("applied.json", data), contextlib.suppress(applied.UnusableError):
         (FOLDER / "applied.json").write_bytes(data)
-        try:
-            found = applied.read(FOLDER, Path("/c"))
-        except applied.UnusableError as error:
-            assert len(str(error)) < 30_000
-        else:
-            assert found is None or isinstance(found, NodeSpec)
+        found = applied.read(FOLDER, Path("/etc/config.toml"))
+        assert found is None or isinstance(found, NodeSpec)
     changed = mutated_json(TABLES, rng)
     with bounded("tables", changed):
         try:
