@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from tests.daemon.harness import engine_toml
@@ -47,6 +50,12 @@ def argv(vllm: Path, model: Path, port: int) -> list[str]:
         text for key, value in ARGS.items() for text in ([f"--{key}"] if value is True else [f"--{key}", str(value)])
     ]
     return [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+
+
+def bare_environment(vllm: Path) -> dict[str, str]:
+    """What it is started with when nobody supervises it: ours without what is about us."""
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return {**inherited, "PATH": f"{vllm.parent}:{inherited['PATH']}", **ENV}
 
 
 class Answer(NamedTuple):
@@ -152,3 +161,19 @@ def load(port: int, most: int, prompts: tuple[int, int], tokens: tuple[int, int]
         running.stop(0)
         raise
     running.stop()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM, SIGHUP and SIGINT (which a background job inherits ignored) end the run, and with it all it started."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    old = [(number, signal.signal(number, end)) for number in ends]
+    try:
+        yield
+    finally:
+        for number, handler in old:
+            signal.signal(number, handler)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import statistics
 import tempfile
 import threading
@@ -20,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from supervisord.control import client
@@ -54,7 +52,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     folder = Path(named) if named else Path(tempfile.mkdtemp(prefix="vllm-supervisor-soak."))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"soak: samples go to {folder}", flush=True)
-    with _ended_by_signals():
+    with real_engine.ended_by_signals():
         measure(folder, options.minutes, options.vllm, options.model)
     return report(folder)
 
@@ -396,19 +394,3 @@ def _scraped(port: int) -> Iterator[Counter[str]]:
     finally:
         over.set()
         thread.join(15)
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGINT (which a background job inherits ignored) end the run, and with it all it started."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    old = [(number, signal.signal(number, end)) for number in ends]
-    try:
-        yield
-    finally:
-        for number, handler in old:
-            signal.signal(number, handler)

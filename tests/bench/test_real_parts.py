@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench import real_figures, soak
+from tests.bench import real, real_figures, soak
+from tests.bench.real_engine import Answer
+from tests.bench.report import Table
 
 
 @pytest.mark.parametrize(("degrees", "table"), [(3, 3.182), (5, 2.571), (11, 2.201), (30, 2.042), (1000, 1.962)])
@@ -113,3 +115,31 @@ def test_a_run_that_is_not_flat_and_lost_its_engine(tmp_path: Path) -> None:
     assert rows["warnings and worse in the history"] == "verdict 1"
     assert rows["reasons shown by status, looks"] == "stalled 1 of 361"
     assert rows["status not answered"] == "1 of 361"
+
+
+def cells(table: Table) -> dict[str, tuple[str, ...]]:
+    return {row[0]: row[1:] for row in table.rows}
+
+
+def test_a_start_is_told_in_its_parts() -> None:
+    settled = (Answer(0.010, 0.050, 32),) * 30
+    ours = [real.Start(20.0, Answer(0.011, 0.055, 32), settled, 0.5, 0.05, 1.25, 0.02)]
+    bare = [real.Start(19.0, Answer(0.040, 0.100, 32), settled)]
+    rows = cells(real.start_table(ours, bare))
+    assert rows["engine started to ready (bare: to /health 200)"] == (
+        "21.32 s (21.32 to 21.32, n = 1)",
+        "19.00 s (19.00 to 19.00, n = 1)",
+    )
+    assert rows["engine started to first completion answered"][1].startswith("19.10 s")
+    assert rows["added by supervision after /health 200, without the warm-up"][0].startswith("70 ms")
+    first = cells(real.first_table(ours, bare))
+    assert first["ours, after READY: time to first token"][2] == "1.10 (1.10 to 1.10)"
+    assert first["bare, after /health 200: time to first token"][2] == "4.00 (4.00 to 4.00)"
+    assert first["bare, after /health 200: whole answer"][2:] == ("2.00 (2.00 to 2.00)", "1.00")
+
+
+def test_windows_are_paired_with_their_neighbours() -> None:
+    rates = {"with": 99.0, "without": 100.0}
+    measured = [real.Window(kind, rates[kind] * (1 + n // 2)) for n, kind in enumerate(real.ORDER * 2)]
+    rows = cells(real.throughput_table(measured, 20.0))
+    assert rows["with / without (95 % CI)"] == ("0.9900 (0.9900 to 0.9900, 4 pairs)",)
