@@ -154,9 +154,9 @@ def windows(vllm: Path, model: Path, blocks: int, window_s: float) -> list[Windo
 
 def tokens_per_s(port: int, window_s: float) -> float:
     """By the engine's own counter, so that no request under way is lost."""
-    began, before = time.monotonic(), _generated(port)
+    before, began = _generated(port), time.monotonic()
     time.sleep(window_s)
-    ended, after = time.monotonic(), _generated(port)
+    after, ended = _generated(port), time.monotonic()
     return (after - before) / (ended - began)
 
 

@@ -194,14 +194,16 @@ def report(folder: Path) -> list[Table]:
     first = [s for s in samples if s["at_s"] <= run["window_s"]]
     last = [s for s in samples if s["at_s"] >= samples[-1]["at_s"] - run["window_s"]]
     after = [s for s in samples if s["at_s"] >= run["window_s"]]
+    half = [s for s in samples if s["at_s"] >= samples[-1]["at_s"] / 2]
     window = f"{run['window_s'] / 60:.2g} min"
-    header = ("", f"first {window}", f"last {window}", f"slope after the first {window} (95 % CI)")
+    slopes = (f"slope after the first {window}, KiB/h (95 % CI)", "in the second half")
+    header = ("", f"first {window}", f"last {window}", *slopes)
     rows = [
-        *(_memory_row(name, key, first, last, after) for name, key in _MEMORY),
+        *(_memory_row(name, key, first, last, (after, half)) for name, key in _MEMORY),
         *(_count_row(name, first, last) for name in _COUNTS),
-        ("processor, % of a core", f"{_cpu(first):.2f}", f"{_cpu(last):.2f}", ""),
-        ("history on disk, MiB", _history_mib(first[-1]), _history_mib(last[-1]), ""),
-        ("status document, ms (p50 / p99)", _status_ms(first), _status_ms(last), ""),
+        ("processor, % of a core", f"{_cpu(first):.2f}", f"{_cpu(last):.2f}", "", ""),
+        ("history on disk, MiB", _history_mib(first[-1]), _history_mib(last[-1]), "", ""),
+        ("status document, ms (p50 / p99)", _status_ms(first), _status_ms(last), "", ""),
         _probe_row(first, last),
     ]
     flat = Table("The daemon", header, tuple(rows), _notes(run, samples))
@@ -290,16 +292,16 @@ def _notes(run: Document, samples: Sequence[Document]) -> tuple[str, ...]:
 
 
 def _memory_row(
-    name: str, key: str, first: Sequence[Document], last: Sequence[Document], after: Sequence[Document]
+    name: str, key: str, first: Sequence[Document], last: Sequence[Document], trends: Sequence[Sequence[Document]]
 ) -> tuple[str, ...]:
-    trend = memory_slope(after, key)
     mib = (f"{statistics.median(s[key] for s in part) / 1024:.2f}" for part in (first, last))
-    return (name, *mib, f"{trend.value:+.0f} KiB/h ({trend.low:+.0f} to {trend.high:+.0f})")
+    slopes = (memory_slope(part, key) for part in trends)
+    return (name, *mib, *(f"{trend.value:+.0f} ({trend.low:+.0f} to {trend.high:+.0f})" for trend in slopes))
 
 
 def _count_row(name: str, first: Sequence[Document], last: Sequence[Document]) -> tuple[str, ...]:
     counts = ([s[name] for s in part] for part in (first, last))
-    return (name, *(f"{statistics.median(part):g} ({min(part)} to {max(part)})" for part in counts), "")
+    return (name, *(f"{statistics.median(part):g} ({min(part)} to {max(part)})" for part in counts), "", "")
 
 
 def _probe_row(first: Sequence[Document], last: Sequence[Document]) -> tuple[str, ...]:
@@ -307,7 +309,7 @@ def _probe_row(first: Sequence[Document], last: Sequence[Document]) -> tuple[str
         found = [probe["rss_kib"] for s in part for probe in s["probes"]]
         return f"{statistics.median(found) / 1024:.2f}" if found else "no such process (no GPU)"
 
-    return ("process that reads the GPUs: resident, MiB", cell(first), cell(last), "")
+    return ("process that reads the GPUs: resident, MiB", cell(first), cell(last), "", "")
 
 
 def _cpu(samples: Sequence[Document]) -> float:
