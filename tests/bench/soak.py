@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from supervisord.control import client
-from tests.bench import real_engine, real_figures
+from tests.bench import real_engine, real_figures, real_proc
 from tests.bench.report import Table, quantile
 from tests.daemon.harness import Daemon
 from tests.daemon.sims import table
@@ -48,6 +48,8 @@ _ACTS = ("verdict", "killing", "exited", "restart", "failed", "stopping", "spawn
 
 def tables(options: argparse.Namespace) -> list[Table]:
     """Run for `options.minutes` after the engine is ready, and sum it up."""
+    if options.minutes < 1:
+        raise SystemExit(f"cannot soak for {options.minutes:g} min: a slope needs samples; say at least 1")
     named = os.environ.get("SOAK_FOLDER")
     folder = Path(named) if named else Path(tempfile.mkdtemp(prefix="vllm-supervisor-soak."))
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,10 +107,14 @@ class Sampler:
         self._keep_events()
 
     def _sample(self, at: float) -> Document:
-        own = process(self._daemon.pid)  # before it has our connection
+        own = real_proc.process(self._daemon.pid)  # before it has our connection
         probes = []
         with contextlib.suppress(OSError):  # a probe or a thread that ends just now
-            probes = [process(child) for child in children(self._daemon.pid) if "gpu/helper.py" in title_of(child)]
+            probes = [
+                real_proc.process(child)
+                for child in real_proc.children(self._daemon.pid)
+                if "gpu/helper.py" in title_of(child)
+            ]
         began = time.monotonic()
         try:
             engine, problem = self._daemon.engine("a"), ""
@@ -120,7 +126,7 @@ class Sampler:
             "streams": self._load.streams,
             **own,
             "probes": probes,
-            "files_bytes": files(self._daemon.state_dir),
+            "files_bytes": real_proc.files(self._daemon.state_dir),
             "engine": {key: engine.get(key) for key in ("state", "generation", "pid", "restarts", "health")},
             "reasons": [reason["code"] for reason in engine.get("reasons", [])],
             "problem": problem,
@@ -128,6 +134,8 @@ class Sampler:
             "requests": dict(self._load.done),
             "scrapes": dict(self._scrapes),
             "load": os.getloadavg()[0],
+            "processes": sum(1 for entry in Path("/proc").iterdir() if entry.name.isdigit()),
+            "shm_files": sum(1 for _ in Path("/dev/shm").iterdir()),
         }
 
     def _keep_events(self) -> None:
@@ -150,40 +158,6 @@ def streams_at(at_s: float) -> int:
         if at_s < 0:
             return streams
     raise AssertionError("the cycle is shorter than the window")
-
-
-def process(pid: int) -> Document:
-    """Memory, descriptors, threads and processor time of a process."""
-    status = _fields(Path(f"/proc/{pid}/status"))
-    rollup = _fields(Path(f"/proc/{pid}/smaps_rollup"))
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return {
-        "rss_kib": status["VmRSS"],
-        "pss_kib": rollup["Pss"],
-        "anonymous_kib": rollup["Anonymous"],
-        "descriptors": sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()),
-        "threads": status["Threads"],
-        "cpu_s": (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK"),
-    }
-
-
-def children(pid: int) -> list[int]:
-    """Processes that this one started."""
-    return [
-        int(child)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in path.read_text(encoding="ascii").split()
-    ]
-
-
-def files(state_dir: Path) -> dict[str, int]:
-    """Bytes of the state directory: the history, the engines' output, everything else."""
-    sizes = {"history": 0, "logs": 0, "other": 0}
-    for path in state_dir.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            kind = "logs" if path.parent.name == "logs" else "other"
-            sizes["history" if path.name.startswith("history") else kind] += path.is_file() and path.stat().st_size
-    return sizes
 
 
 def report(folder: Path) -> list[Table]:
@@ -271,7 +245,7 @@ def _engine_rows(
 
 
 def _notes(run: Document, samples: Sequence[Document]) -> tuple[str, ...]:
-    loads = [s["load"] for s in samples]
+    loads, processes, shm_files = ([s[key] for s in samples] for key in ("load", "processes", "shm_files"))
     cycle = ", ".join(f"{streams} for {lasts_s * run['window_s'] / WINDOW_S:.0f} s" for streams, lasts_s in CYCLE)
     length = (
         f"{samples[-1]['at_s'] / 60:.0f} of {run['minutes']:g} min after the engine was ready, which took"
@@ -287,8 +261,13 @@ def _notes(run: Document, samples: Sequence[Document]) -> tuple[str, ...]:
         f"All parts of the daemon are on: polls every 5 s, canaries, history, /metrics scraped every {SCRAPE_S} s, the"
         f" status document asked for every {SAMPLE_S} s, and a webhook for all events whose receiver is not there."
     )
+    others = (
+        f"The daemon keeps the last list of all processes of the machine ({min(processes)} to {max(processes)} of them,"
+        f" median {statistics.median(processes):g}) and of /dev/shm (from {shm_files[0]} to {shm_files[-1]} files)."
+        " Where others fill them, its memory follows."
+    )
     figures = "Medians of the window. The interval of the slope allows for the correlation of the samples."
-    return (length, load, parts, figures)
+    return (length, load, parts, others, figures)
 
 
 def _memory_row(
@@ -342,15 +321,6 @@ def _line(sample: Document) -> str:
         f" {sample['engine']['state']} generation {sample['engine']['generation']}, {sample['reasons']};"
         f" {done.get('ok', 0)} ok, {done.get('failed', 0)} failed; load {sample['load']:.1f}"
     )
-
-
-def _fields(path: Path) -> dict[str, int]:
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, _, rest = line.partition(":")
-        with contextlib.suppress(ValueError, IndexError):
-            found[name] = int(rest.split()[0])
-    return found
 
 
 def _append(path: Path, documents: Sequence[Document]) -> None:

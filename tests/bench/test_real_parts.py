@@ -75,6 +75,8 @@ def sample(at_s: float, **changes: Any) -> soak.Document:
         "requests": {"ok": 5, "tokens": 99},
         "scrapes": {"ok": 2},
         "load": 1.5,
+        "processes": 90,
+        "shm_files": 3,
         **changes,
     }
 
