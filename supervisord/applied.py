@@ -19,6 +19,7 @@ from supervisord.core.spec import NodeSpec
 from supervisord.engine import profiles
 from supervisord.engine.profiles import Profiles
 from supervisord.launcher import choice, plain
+from supervisord.launcher.statedir import is_taken
 from supervisord.state import write_atomically
 
 VERSION: Final = 1
@@ -50,6 +51,8 @@ def choose(config_path: Path, *, trust: bool) -> Chosen:
     except ConfigError as error:
         unwatched = []
         for state_dir, engines in _living(trust=trust):
+            if is_taken(state_dir):
+                continue  # they are watched
             try:
                 spec = read(state_dir, config_path)
             except UnusableError as why:

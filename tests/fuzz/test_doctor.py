@@ -99,7 +99,7 @@ def test_machines(rng: random.Random) -> None:
     BOX.says = {command: mutated([text.encode()], rng).decode(errors="replace") for command, text in SAYS.items()}
     BOX.unit = {key: rng.choice((value, *NASTY)) if rng.random() < 0.3 else value for key, value in UNIT.items()}
     BOX.daemon = rng.choice((DOWN, Unknown("no", "denied"), same_kinds(DAEMON, rng)))
-    with bounded("doctor: machine", seen + torch + repr((names, BOX.says, BOX.unit, BOX.daemon)).encode()):
+    with bounded("doctor: machine", seen + torch + repr((names, BOX.says, BOX.unit, BOX.daemon)).encode(), 100e-6):
         _examined(BOX.facts(), rng)
     for path in folders:
         path.rmdir()

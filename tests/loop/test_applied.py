@@ -9,6 +9,7 @@ import pytest
 from supervisord import applied
 from supervisord.config import ConfigError, load
 from supervisord.core.spec import NodeSpec
+from supervisord.launcher.statedir import lock_state_dir
 
 CONFIG = """[supervisor]
 state_dir = "/var/lib/vs"
@@ -87,6 +88,14 @@ def test_engines_that_nobody_will_watch_are_named(config: Path, monkeypatch: pyt
         f"cannot watch a, b, left running: {config.parent}/applied.json, what was applied last: No such file or "
         "directory; mend the configuration and start the daemon again: it takes them over"
     )
+
+
+def test_engines_of_a_daemon_that_runs_are_not_left(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live(monkeypatch, config.parent)
+    config.write_text("[supervisor\n", encoding="utf-8")
+    with lock_state_dir(config.parent), pytest.raises(ConfigError) as caught:
+        applied.choose(config, trust=False)
+    assert len(caught.value.problems) == 1
 
 
 def test_refused_files_and_nothing_lives(config: Path) -> None:

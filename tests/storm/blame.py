@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 REST_S = 12.0
 """An engine that was ready for so long after its last fault ended is none that a rule still has evidence against."""
+BLIND_S = 60.0
+"""A probe that hangs is noticed after 31 s, and the next one needs a few: what it sees may have been for so long."""
 
 
 class Blame:
@@ -16,6 +18,7 @@ class Blame:
         self._ready_since: dict[str, float | None] = dict.fromkeys(self._open)
         self._rest_s = dict.fromkeys(self._open, 0.0)
         """Of one that nothing was ever done to, none."""
+        self._blind_until = dict.fromkeys(self._open, 0.0)
         self._generation: dict[str, int] = {}
 
     def begin(self, engines: Iterable[str]) -> None:
@@ -31,6 +34,11 @@ class Blame:
             self._open[name] -= 1
             self._ready_since[name] = None
 
+    def blind(self, engines: Iterable[str], now: float) -> None:
+        """What was done to these may come out later than usual."""
+        for name in engines:
+            self._blind_until[name] = now + BLIND_S if self._rest_s[name] else 0.0
+
     def open_faults(self, engine: str) -> int:
         """How many befall it now."""
         return self._open[engine]
@@ -38,7 +46,9 @@ class Blame:
     def well(self, engine: str, now: float) -> bool:
         """Nothing that was done to it can be why it is restarted now."""
         since = self._ready_since[engine]
-        return not self._open[engine] and since is not None and now - since >= self._rest_s[engine]
+        if self._open[engine] or since is None:
+            return False
+        return now - max(since, self._blind_until[engine]) >= self._rest_s[engine]
 
     def seen(self, engine: str, state: str, generation: int, now: float, *, adopting: bool = False) -> str | None:
         """An engine was looked at; what is wrong about that.

@@ -28,6 +28,7 @@ class On(Enum):
     ENGINE = "one engine"
     GPU = "a GPU, and all engines on it"
     GPUS = "several GPUs, and all engines on GPUs"
+    SIGHT = "how the daemon sees the GPUs, and no engine"
     NODE = "the daemon or its surroundings, and no engine"
     ALL = "the daemon and, rightly, all engines"
 

@@ -61,10 +61,10 @@ def two_gpus_lost(stage: Stage, _: str, rng: Random) -> Undo | None:
     return undo
 
 
-@fault(On.GPU, LONG)
-def gpu_vanishes(stage: Stage, engine: str, rng: Random) -> Undo | None:
-    """No longer counted: the indices of the others shift."""
-    gpu = _gpu(stage, engine, rng)
+@fault(On.GPUS, LONG)
+def gpu_vanishes(stage: Stage, _: str, rng: Random) -> Undo | None:
+    """No longer counted: the indices of the others shift, and whoever is started meanwhile may get another GPU."""
+    gpu = rng.choice(stage.gpus_of(*stage.victims))
     gpu.vanish()
     return partial(_clear, stage, gpu)
 
@@ -133,7 +133,7 @@ def nvml_gpu_fails(stage: Stage, engine: str, rng: Random) -> Undo | None:
     return partial(gpu.fault, "every", None)
 
 
-@fault(On.NODE, (8.0, 20.0))
+@fault(On.SIGHT, (8.0, 20.0))
 def nvml_hangs(stage: Stage, _: str, rng: Random) -> Undo | None:
     """A call that never returns (A36)."""
     gpu = rng.choice(stage.box.gpus())
@@ -149,7 +149,7 @@ def _init(code: int, stage: Stage, _: str, __: Random) -> Undo | None:
 
 
 for _name, _code in (("driver_mismatch", 18), ("driver_not_loaded", 9), ("driver_permission", 4)):
-    add(Fault(_name, On.NODE, partial(_init, _code), LONG))
+    add(Fault(_name, On.SIGHT, partial(_init, _code), LONG))
 
 
 def _end_probe(stage: Stage) -> None:
@@ -159,14 +159,14 @@ def _end_probe(stage: Stage) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@fault(On.NODE)
+@fault(On.SIGHT)
 def probe_sigkill(stage: Stage, _: str, __: Random) -> Undo | None:
     """The process that asks NVML dies."""
     _end_probe(stage)
     return None
 
 
-@fault(On.NODE, (2.0, 12.0))
+@fault(On.SIGHT, (2.0, 12.0))
 def probe_sigstop(stage: Stage, _: str, __: Random) -> Undo | None:
     """It is frozen, as in a call that sits in the kernel."""
     pid = stage.probe_helper() if stage.up else None
@@ -175,7 +175,7 @@ def probe_sigstop(stage: Stage, _: str, __: Random) -> Undo | None:
     return frozen(stage, pid)
 
 
-@fault(On.NODE, SHORT)
+@fault(On.SIGHT, SHORT)
 def operator_gpu_release(stage: Stage, _: str, __: Random) -> Undo | None:
     """NVML is closed for a reset of a GPU, and opened again by `gpu clear`."""
     if not stage.up:

@@ -137,12 +137,14 @@ class Storm:
 
     def _begin(self, number: int, kind: Fault, name: str) -> bool:
         stage = self._stage
-        befalls = {On.ENGINE: [name], On.GPU: stage.sharing(name) if name else [], On.NODE: [], On.ALL: [*stage.sims]}
+        befalls = {On.ENGINE: [name], On.GPU: stage.sharing(name) if name else [], On.ALL: [*stage.sims]}
         befalls[On.GPUS] = [victim for victim in stage.victims if stage.gpus_of(victim)]
-        engines, rng = tuple(befalls[kind.on]), Random(f"{self._seed}:{number}:{name}")
+        engines, rng = tuple(befalls.get(kind.on, ())), Random(f"{self._seed}:{number}:{name}")
         began = time.monotonic()
         with self._witness.blaming() as blame:
             blame.begin(engines)
+        if kind.on is On.SIGHT:
+            self._blind()
         try:
             undo = kind.begin(stage, name, rng)
         except NotNowError:
@@ -163,11 +165,17 @@ class Storm:
             over = heapq.heappop(self._open)
             over.undo()
             self._end(over.engines)
+            if over.kind.on is On.SIGHT:
+                self._blind()
             self._say(over.number, over.kind, ",".join(over.engines), "over")
 
     def _end(self, engines: tuple[str, ...]) -> None:
         with self._witness.blaming() as blame:
             blame.end(engines)
+
+    def _blind(self) -> None:
+        with self._witness.blaming() as blame:
+            blame.blind([name for name in self._stage.sims if self._stage.gpus_of(name)], time.monotonic())
 
     def _forgive(self, kind: Fault, began: float) -> None:
         """When what was told may miss in the history: what a killed daemon had not written yet."""

@@ -16,7 +16,7 @@ from supervisord.core.incident import Event
 from supervisord.core.messages import Severity
 from tests.sim.engine import wait_until
 from tests.storm import ledger
-from tests.storm.blame import REST_S, Blame
+from tests.storm.blame import BLIND_S, REST_S, Blame
 from tests.storm.ledger import Ends, Start, Told
 from tests.storm.stage import Stage
 from tests.storm.witness import Witness
@@ -45,6 +45,19 @@ def test_a_fault_excuses_until_the_engine_was_well_for_a_while() -> None:
     assert blame.seen("a", "ready", 3, 100.0 + REST_S / 2) is None, "its rules may still have evidence"
     assert blame.seen("a", "ready", 3, 200.0) is None
     assert blame.seen("a", "ready", 4, 200.1) is not None
+
+
+def test_what_nobody_could_see_comes_out_later() -> None:
+    blame = Blame("ab")
+    for name in "ab":
+        blame.seen(name, "ready", 1, 0.0)
+    blame.begin("a")
+    blame.end("a")
+    blame.seen("a", "ready", 1, 1.0)
+    blame.blind("ab", 10.0)
+    assert not blame.well("a", 10.0 + BLIND_S)
+    assert blame.well("a", 10.0 + BLIND_S + REST_S)
+    assert blame.well("b", 11.0), "nothing was ever done to b"
 
 
 def test_what_a_new_daemon_found_may_start_but_not_be_another_generation() -> None:
