@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from supervisord import applied
 from supervisord.config import ConfigError, load
 from supervisord.core.spec import NodeSpec
+from supervisord.launcher import plain
 from supervisord.launcher.statedir import lock_state_dir
 
 CONFIG = """[supervisor]
@@ -77,6 +79,20 @@ def test_what_another_daemon_applied_is_not_ours(config: Path, monkeypatch: pyte
     with pytest.raises(ConfigError) as caught:
         applied.choose(other, trust=False)
     assert len(caught.value.problems) == 1, "they are watched by theirs"
+
+
+def test_root_believes_only_a_directory_that_nobody_else_could_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user's process may name one."""
+    monkeypatch.setattr(plain, "state_dirs", lambda: ["relative", str(tmp_path / "absent"), str(tmp_path)])
+    monkeypatch.setattr(plain, "living", lambda _: ["a"])
+    tmp_path.chmod(0o777)
+    assert list(applied._living(trust=True)) == []
+    assert list(applied._living(trust=False)) == [(tmp_path, ["a"])]
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o711)
+        assert list(applied._living(trust=True)) == [(tmp_path, ["a"])]
 
 
 def test_engines_that_nobody_will_watch_are_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
