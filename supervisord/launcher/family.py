@@ -66,7 +66,7 @@ def look(census: Census, clues: Clues, *, everywhere: bool) -> Family:
     for stat in alive.values():
         if stat.pid in proven or not (everywhere or stat.ppid == ours or _in_session(stat, clues)):
             continue
-        variables = procfs.environment(stat.pid)
+        variables = census.environment(stat.pid)
         certain = certain and bool(variables)
         # A copy of the marks in the environment of another user's process proves nothing.
         if marks <= variables and procfs.uid_of(stat.pid) == clues.uid:

@@ -16,6 +16,8 @@ from tests.bench.report import PAGE, Part, Table, write
 
 PARTS = ("peers", "ours", "real", "soak")
 """Each is a module here with `tables(options)`, imported when it is asked for: what one needs, others may lack."""
+ON_GPU = ("real", "soak")
+"""With --gpu these are parts of their own."""
 BY_DEFAULT = ("peers", "ours", "real")
 
 Measure = Callable[[argparse.Namespace], "list[Table]"]
@@ -26,6 +28,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join((*PARTS, "all")))
     parser.add_argument("--quick", action="store_true", help="few repetitions; prints, and writes nothing to the page")
+    parser.add_argument("--gpu", action="store_true", help="real and soak: with vLLM's CUDA build, on GPU 0")
     parser.add_argument("--minutes", type=float, default=60, help="how long the soak takes")
     options = parser.parse_intermixed_args(argv)
     unknown = sorted({*options.parts} - {*PARTS, "all"})
@@ -55,18 +58,19 @@ def one(
     name: str, options: argparse.Namespace, page: Path = PAGE, measured_by: Callable[[str], Measure] = measure
 ) -> bool:
     """Measure a part, print it, and put it into the page; False when it or something in it failed."""
-    part = Part(name)
-    print(f"==== {name}", flush=True)
+    on_gpu = options.gpu and name in ON_GPU
+    part = Part(f"{name} --gpu" if on_gpu else name)
+    print(f"==== {part.name}", flush=True)
     try:
         tables = measured_by(name)(options)
         text = part.text(tables)
     except Exception as error:  # noqa: BLE001 (one part that fails must not take the others along)
         traceback.print_exc()
-        print(f"{FAILED} measure the part {name}: {error}", flush=True)
+        print(f"{FAILED} measure the part {part.name}: {error}", flush=True)
         return False
     print(f"\n{text}", flush=True)
     if not options.quick:
-        write(name, text, page)
+        write(part.name, text, page)
     return not any(note.startswith(FAILED) for table in tables for note in table.notes)
 
 

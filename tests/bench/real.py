@@ -14,10 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import NamedTuple
 
 from tests.bench import real_engine, real_figures
+from tests.bench.real_engine import Build
 from tests.bench.report import Table, quantile, spread
 from tests.daemon.harness import Daemon
 from tests.sim.engine import free_port, wait_until
@@ -61,39 +61,40 @@ class Window(NamedTuple):
 
 def tables(options: argparse.Namespace) -> list[Table]:
     """All parts; with `options.quick` one start of each kind and four pairs of short windows."""
+    build = real_engine.build(options.vllm, options.model, gpu=options.gpu)
     with real_engine.ended_by_signals():
-        ours, bare = starts(options.vllm, options.model, 1 if options.quick else 5)
+        ours, bare = starts(build, 1 if options.quick else 5)
         blocks, window_s = (2, 5.0) if options.quick else (6, 20.0)
-        measured = windows(options.vllm, options.model, blocks, window_s)
+        measured = windows(build, blocks, window_s)
     return [start_table(ours, bare), first_table(ours, bare), throughput_table(measured, window_s)]
 
 
-def starts(vllm: Path, model: Path, count: int) -> tuple[list[Start], list[Start]]:
+def starts(build: Build, count: int) -> tuple[list[Start], list[Start]]:
     """Ours and bare ones, one after the other in turn."""
     ours, bare = [], []
     for number in range(count):
         print(f"real: starts, {number + 1} of {count}", flush=True)
-        bare.append(bare_start(vllm, model))
-        ours.append(our_start(vllm, model))
+        bare.append(bare_start(build))
+        ours.append(our_start(build))
     return ours, bare
 
 
-def bare_start(vllm: Path, model: Path) -> Start:
+def bare_start(build: Build) -> Start:
     """`vllm serve` by itself."""
     port = free_port()
     with tempfile.TemporaryFile() as log:
         began = time.time()
-        with _session(real_engine.argv(vllm, model, port), real_engine.bare_environment(vllm), log.fileno()) as process:
+        with _session(real_engine.argv(build, port), real_engine.bare_environment(build), log.fileno()) as process:
             wait_until(lambda: answers(port) or process.poll() is not None, real_engine.READY_S, "/health", EVERY_S)
             healthy = time.time()
             assert process.poll() is None, f"vllm serve ended with {process.returncode}"
             return Start(healthy - began, *first_and_settled(port))
 
 
-def our_start(vllm: Path, model: Path) -> Start:
+def our_start(build: Build) -> Start:
     """The same by the daemon, as configured by default. Its records say when it did what."""
     port = free_port()
-    with Daemon(real_engine.section(vllm, model, port), poll_interval_s=POLL_S) as daemon:
+    with Daemon(real_engine.section(build, port), poll_interval_s=POLL_S) as daemon:
         began = time.time()
         daemon.start_as(wait=False)
         wait_until(lambda: answers(port), real_engine.READY_S, "/health", EVERY_S)
@@ -123,14 +124,14 @@ def first_and_settled(port: int) -> tuple[real_engine.Answer, tuple[real_engine.
     return first, tuple(settled)
 
 
-def windows(vllm: Path, model: Path, blocks: int, window_s: float) -> list[Window]:
+def windows(build: Build, blocks: int, window_s: float) -> list[Window]:
     """One engine under a steady load, while the daemon is there and not there in turn (ABBA, so that drift cancels).
 
     Without it: it is killed, and the engine goes on. With it: it is started again, and adopts the engine.
     """
     port = free_port()
     found = []
-    with Daemon(real_engine.section(vllm, model, port), poll_interval_s=POLL_S) as daemon:
+    with Daemon(real_engine.section(build, port), poll_interval_s=POLL_S) as daemon:
         daemon.start()
         ready = daemon.wait_state("a", "ready", real_engine.READY_S)
         with real_engine.load(port, STREAMS, WINDOW_PROMPTS, WINDOW_ANSWERS) as load:

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU as the benchmarks run it, and clients that cost little beside it."""
+"""A real vLLM as the benchmarks run it, and clients that cost little beside it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,58 @@ MAX_NUM_SEQS = 8
 READY_S = 600
 """Starts take 20 s on a quiet machine and minutes on a busy one."""
 
-ARGS: dict[str, Any] = {
+_ARGS: dict[str, Any] = {
     "served-model-name": MODEL,
     "max-model-len": 1024,
-    "block-size": 32,
     "max-num-seqs": MAX_NUM_SEQS,
     "max-num-batched-tokens": 2048,
-    "enforce-eager": True,
 }
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-"""One computing thread: on two cores an engine that takes both measures nothing but the fight for them."""
+_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def section(vllm: Path, model: Path, port: int, *wrapper: str) -> str:
+class Build(NamedTuple):
+    """A vLLM that is installed, with a model, and the flags and variables that the measurements give it."""
+
+    vllm: Path
+    model: Path
+    args: dict[str, Any]
+    env: dict[str, str]
+    gpus: tuple[str, ...] = ()
+
+
+def build(vllm: Path, model: Path, *, gpu: bool) -> Build:
+    """The CPU build, or the CUDA build on GPU 0, there with its graphs and half of the memory."""
+    if gpu:
+        return Build(vllm, model, {**_ARGS, "gpu-memory-utilization": 0.5}, _ENV, ("0",))
+    # One computing thread: on two cores an engine that takes both measures nothing but the fight for them.
+    env = {**_ENV, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    return Build(vllm, model, {**_ARGS, "block-size": 32, "enforce-eager": True}, env)
+
+
+def section(build: Build, port: int, *wrapper: str) -> str:
     """The engine `a`; everything that is not about vLLM itself is at its default. `wrapper` goes before the command."""
     tables = "".join(
         f"[engine.a.{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
-        for name, values in (("args", ARGS), ("env", ENV))
+        for name, values in (("args", build.args), ("env", build.env))
     )
-    return engine_toml("a", [*wrapper, str(vllm), "serve"], port, str(model), tables)
+    gpus = f"gpus = {json.dumps(build.gpus)}\n" if build.gpus else ""
+    return engine_toml("a", [*wrapper, str(build.vllm), "serve"], port, str(build.model), gpus + tables)
 
 
-def argv(vllm: Path, model: Path, port: int) -> list[str]:
+def argv(build: Build, port: int) -> list[str]:
     """The same engine as a command line of its own."""
     flags = [
-        text for key, value in ARGS.items() for text in ([f"--{key}"] if value is True else [f"--{key}", str(value)])
+        text
+        for key, value in build.args.items()
+        for text in ([f"--{key}"] if value is True else [f"--{key}", str(value)])
     ]
-    return [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    return [str(build.vllm), "serve", str(build.model), "--host", "127.0.0.1", "--port", str(port), *flags]
 
 
-def bare_environment(vllm: Path) -> dict[str, str]:
+def bare_environment(build: Build) -> dict[str, str]:
     """What it is started with when nobody supervises it: ours without what is about us."""
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return {**inherited, "PATH": f"{vllm.parent}:{inherited['PATH']}", **ENV}
+    return {**inherited, "PATH": f"{build.vllm.parent}:{inherited['PATH']}", **build.env}
 
 
 class Answer(NamedTuple):

@@ -55,17 +55,17 @@ def tables(options: argparse.Namespace) -> list[Table]:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"soak: samples go to {folder}", flush=True)
     with real_engine.ended_by_signals():
-        measure(folder, options.minutes, options.vllm, options.model)
+        measure(folder, options.minutes, real_engine.build(options.vllm, options.model, gpu=options.gpu))
     return report(folder)
 
 
-def measure(folder: Path, minutes: float, vllm: Path, model: Path) -> None:
+def measure(folder: Path, minutes: float, build: real_engine.Build) -> None:
     """Write run.json, samples.jsonl, events.jsonl, failures.txt and daemon.log."""
     for name in ("samples.jsonl", "events.jsonl"):
         (folder / name).unlink(missing_ok=True)
     port, listen = free_port(), free_port()
     shorter = min(1.0, minutes / 30)
-    toml = real_engine.section(vllm, model, port, "nice", "-n", "5")
+    toml = real_engine.section(build, port, "nice", "-n", "5")
     toml += table("notify.nobody", {"url": f"https://127.0.0.1:{free_port()}/hook", "events": ["all"]})
     with Daemon(toml, poll_interval_s=5, listen=f"127.0.0.1:{listen}") as daemon, _kept(daemon, folder):
         daemon.start()

@@ -114,6 +114,15 @@ def test_a_quick_run_writes_nothing(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == PAGE
 
 
+def test_a_part_on_a_gpu_is_one_of_its_own(page: Path) -> None:
+    marks = "<!-- real --gpu: begin -->\n<!-- real --gpu: end -->\n"
+    page.write_text(PAGE + marks, encoding="utf-8")
+    assert bench.one("real", bench.parse(["--gpu"]), page, _gives())
+    kept, _, written = page.read_text(encoding="utf-8").partition("<!-- real --gpu: begin -->\n")
+    assert kept == PAGE
+    assert "`scripts/bench real --gpu` repeats it" in written
+
+
 def test_a_part_that_fails_says_so_and_leaves_the_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not bench.one("ours", bench.parse([]), page, _fails)
     assert page.read_text(encoding="utf-8") == PAGE
