@@ -16,8 +16,6 @@ from tests.bench.report import PAGE, Part, Table, write
 
 PARTS = ("peers", "ours", "real", "soak")
 """Each is a module here with `tables(options)`, imported when it is asked for: what one needs, others may lack."""
-ON_GPU = ("real", "soak")
-"""With --gpu these are parts of their own."""
 BY_DEFAULT = ("peers", "ours", "real")
 
 Measure = Callable[[argparse.Namespace], "list[Table]"]
@@ -28,7 +26,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join((*PARTS, "all")))
     parser.add_argument("--quick", action="store_true", help="few repetitions; prints, and writes nothing to the page")
-    parser.add_argument("--gpu", action="store_true", help="real and soak: with vLLM's CUDA build, on GPU 0")
+    parser.add_argument("--gpu", action="store_true", help="real: with vLLM's CUDA build on GPU 0, a part of its own")
     parser.add_argument("--minutes", type=float, default=60, help="how long the soak takes")
     options = parser.parse_intermixed_args(argv)
     unknown = sorted({*options.parts} - {*PARTS, "all"})
@@ -58,7 +56,7 @@ def one(
     name: str, options: argparse.Namespace, page: Path = PAGE, measured_by: Callable[[str], Measure] = measure
 ) -> bool:
     """Measure a part, print it, and put it into the page; False when it or something in it failed."""
-    on_gpu = options.gpu and name in ON_GPU
+    on_gpu = options.gpu and name == "real"
     part = Part(f"{name} --gpu" if on_gpu else name)
     print(f"==== {part.name}", flush=True)
     try:

@@ -55,7 +55,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"soak: samples go to {folder}", flush=True)
     with real_engine.ended_by_signals():
-        measure(folder, options.minutes, real_engine.build(options.vllm, options.model, gpu=options.gpu))
+        measure(folder, options.minutes, real_engine.build(options.vllm, options.model, gpu=False))
     return report(folder)
 
 
