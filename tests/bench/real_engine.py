@@ -58,7 +58,8 @@ def section(build: Build, port: int, *wrapper: str) -> str:
         for name, values in (("args", build.args), ("env", build.env))
     )
     gpus = f"gpus = {json.dumps(build.gpus)}\n" if build.gpus else ""
-    return engine_toml("a", [*wrapper, str(build.vllm), "serve"], port, str(build.model), gpus + tables)
+    engine = engine_toml("a", [*wrapper, str(build.vllm), "serve"], port, str(build.model), gpus + tables)
+    return f'[gpu]\npersistence = "leave"\n{engine}'  # a benchmark changes no setting of the machine
 
 
 def argv(build: Build, port: int) -> list[str]:
