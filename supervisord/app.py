@@ -253,7 +253,7 @@ class Daemon:
 
     def _remember(self, tables: Mapping[str, Any]) -> None:
         try:
-            applied.save(self._state_dir, tables)
+            applied.save(self._state_dir, tables, self._config_path)
         except OSError as error:
             self._on_trouble(f"cannot keep the configuration for a daemon that finds a bad one: {error.strerror}")
 
@@ -265,7 +265,7 @@ class Daemon:
             figures=self._voice.figures,
             lost=self._voice.lost,
         )
-        site = Site(source.node, Page(source), as_root=self._as_root)
+        site = Site(source.node, self._board.booted, Page(source), as_root=self._as_root)
         return WebServer(host_and_port(address), site, Hooks(self._voice.tell, self._on_server_error, ports.holder))
 
     def _first_node(self, spec: NodeSpec, config_error: str | None) -> Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,6 +50,8 @@ DEFAULT_PATH: Final = Path("/etc/vllm-supervisor/config.toml")
 
 _MAX_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 32
+_TOKEN: Final = re.compile(r""""[^"\n]*"|'[^'\n]*'|[A-Za-z0-9_-]+|[ \t]+|[^"']|["']""")
+"""What keys are made of: quoted and bare parts, dots, blanks."""
 _NOWHERE: Final[Mapping[str, str]] = MappingProxyType({})
 _TABLES: Final = ("supervisor", "gpu", "engine_defaults", "engine", "notify")
 _NAMED: Final[Mapping[str, str]] = MappingProxyType({"engine": "an engine", "notify": "a receiver"})
@@ -199,6 +202,8 @@ def _content(path: Path) -> dict[str, Any] | Problem:
         return _file_problem(path, f"cannot read {path}: {error.strerror}", _remedy(error))
     except UnicodeDecodeError as error:
         return _file_problem(path, f"cannot read {path}: byte {error.start} is not UTF-8", "save it as UTF-8")
+    if _has_deep_key(text):
+        return _nested(str(path))
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         tables: dict[str, Any] = tomllib.loads(text)
@@ -227,6 +232,22 @@ def _text(path: Path) -> str:
 
 def _file_problem(path: Path, message: str, remedy: str) -> Problem:
     return Problem(str(path), "", None, message, remedy)
+
+
+def _has_deep_key(text: str) -> bool:
+    """Whether there is a key of too many parts (a.b.c...): tomllib takes 1 GB for one of 32 KB."""
+    dots, after_part = 0, False
+    for found in _TOKEN.finditer(text):
+        piece = found[0]
+        if piece == ".":
+            dots, after_part = dots + 1 if after_part else 0, False
+            if dots >= _MAX_DEPTH:
+                return True
+        elif piece[0] not in " \t":
+            is_part = piece[0].isalnum() or piece[0] in "_-" or len(piece) > 1
+            dots = dots if is_part and not after_part else 0
+            after_part = is_part
+    return False
 
 
 def _too_deep(tables: Mapping[str, Any]) -> bool:

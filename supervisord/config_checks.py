@@ -51,6 +51,7 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
         yield from _files(engine, at)
         yield from _names(engine, at)
         yield from _drain(engine, at)
+        yield from _start(engine, spec.supervisor, at)
         yield from _restart(engine.restart, (*at, "restart"))
         yield from _temporary_directory(spec.supervisor.state_dir, engine.name)
         for name, value in engine.env.items():
@@ -203,6 +204,17 @@ def _drain(engine: EngineSpec, at: Parts) -> Iterator[Finding]:
         message = f"must not be more than drain_timeout_s ({engine.drain_timeout_s:g})"
         remedy = "raise drain_timeout_s or lower this"
         yield _finding((*at, "drain_min_s"), engine.drain_min_s, message, remedy, related=(limit,))
+
+
+def _start(engine: EngineSpec, spec: SupervisorSpec, at: Parts) -> Iterator[Finding]:
+    """Progress is measured at each poll: a start must be seen twice before it can be called still."""
+    if engine.start_timeout_s < 2 * spec.poll_interval_s:
+        polls = ("supervisor", "poll_interval_s")
+        message = (
+            f"must be twice supervisor.poll_interval_s ({spec.poll_interval_s:g}) or more: progress is seen by polls"
+        )
+        remedy = "raise it or lower poll_interval_s"
+        yield _finding((*at, "start_timeout_s"), engine.start_timeout_s, message, remedy, related=(polls,))
 
 
 def _restart(spec: RestartSpec, at: Parts) -> Iterator[Finding]:

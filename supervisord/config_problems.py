@@ -21,7 +21,7 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 _COUNTED: Final = re.compile(r"(?i:tokeniz)|tokens|token[-_]threshold")
 _USERINFO: Final = re.compile(r"(?<=://)[^/@\s]*@")
-_URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#\s]*@)?(?P<host>[^/?#@\s]*)(?P<rest>\S*)")
+_URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,31}://)(?:[^/?#\s]*@)?(?P<host>[^/?#@\s]*)(?P<rest>\S*)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import time
 import zlib
@@ -17,12 +18,16 @@ from supervisord.core import codec
 from supervisord.core.incident import Event
 from supervisord.core.messages import Observation, Severity
 from supervisord.core.model import Node
-from supervisord.history_store import LAST_ID, told_apart
+from supervisord.history_store import LAST_ID, told_apart, whole
 
 DEADLINE_S: Final = 5.0
 PAGE_CHARS: Final = 1 << 20
 """Of messages and numbers; a page is cut there."""
 
+_AT_MAX: Final = 253_402_300_799.0
+"""The last second of the year 9999, in epoch seconds."""
+_RECORDED_MAX: Final = 64 << 20
+"""Bytes of one recording, unpacked."""
 _STEPS: Final = 2000
 """Instructions of SQLite's machine between two looks at the clock."""
 _COLUMNS: Final = "id, at, boot_id, monotonic, severity, kind, engine, generation, reason, message, numbers"
@@ -99,12 +104,12 @@ class Reader:
             node: Node | None = None
             seen: list[tuple[float, Observation]] = []
             for (data,) in connection.execute("SELECT data FROM observations ORDER BY id"):
-                document = json.loads(zlib.decompress(data))
-                if document["node"] is not None:
+                first, more = _recorded(data)
+                if first is not None:
                     if node is not None:
                         yield Recording(node, tuple(seen))
-                    node, seen = codec.decode_node(document["node"]), []
-                seen += [(now, codec.decode_observation(value)) for now, value in document["seen"]]
+                    node, seen = first, []
+                seen += more
             if node is not None:
                 yield Recording(node, tuple(seen))
 
@@ -143,35 +148,61 @@ def document(event: Event, at: str) -> dict[str, Any]:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1.0, isolation_level=None)
+    connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1.0, isolation_level=None)
+    connection.text_factory = lambda text: text.decode(errors="replace")  # one broken text must not hide all others
+    return connection
+
+
+def _recorded(data: Any) -> tuple[Node | None, list[tuple[float, Observation]]]:
+    """The node, if there is one, and the observations of one row. Raises DecodeError."""
+    try:
+        document = json.loads(zlib.decompressobj().decompress(data, _RECORDED_MAX))
+        node = None if document["node"] is None else codec.decode_node(document["node"])
+        return node, [(float(now), codec.decode_observation(value)) for now, value in document["seen"]]
+    except (zlib.error, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise codec.DecodeError(f"a recording is damaged: {error}") from None
 
 
 def _first(connection: sqlite3.Connection, query: str, *parameters: str) -> int:
     row = connection.execute(query, parameters).fetchone()
-    return int(row[0] or 0) if row is not None else 0
+    return whole(row[0]) if row is not None else 0
 
 
 def _some(rows: sqlite3.Cursor, limit: int) -> tuple[list[Event], bool]:
-    """As many as are wanted and fit into a page, and whether there are more."""
+    """As many as are wanted and fit into a page, and whether there are more. Rows that are damaged are passed over."""
     found: list[Event] = []
     chars = 0
-    for id_, at, boot_id, now, severity, kind, engine, generation, reason, message, numbers in rows:
-        chars += len(message) + len(numbers)
+    for row in rows:
+        event = _event(row)
+        if event is None:
+            continue
+        chars += len(event.message) + len(row[-1])
         if len(found) == limit or (found and chars > PAGE_CHARS):
             return found, True
-        found.append(
-            Event(
-                id=id_,
-                at=at,
-                boot_id=boot_id,
-                now=now,
-                severity=Severity(severity),
-                kind=kind,
-                engine=engine,
-                generation=generation,
-                reason=reason,
-                message=message,
-                numbers=json.loads(numbers),
-            )
-        )
+        found.append(event)
     return found, False
+
+
+def _event(row: tuple[Any, ...]) -> Event | None:
+    """An event; None when the row is none of ours. SQLite lets every column hold a value of every kind."""
+    id_, at, boot_id, now, severity, kind, engine, generation, reason, message, numbers = row
+    try:
+        told = json.loads(numbers)
+        rank = Severity(severity)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    texts = all(isinstance(text, str) for text in (boot_id, kind, message, engine or "", reason or ""))
+    times = isinstance(at, float) and isinstance(now, float) and 0.0 <= at <= _AT_MAX and math.isfinite(now)
+    if not texts or not times or not isinstance(generation, int | None) or not _are_numbers(told):
+        return None
+    return Event(id_, at, boot_id, now, rank, kind, message, engine, generation, reason, told)
+
+
+def _are_numbers(told: object) -> bool:
+    """Whether they are what `history_rows` writes: a text or a finite number each, or null."""
+    if not isinstance(told, dict):
+        return False
+    values = told.values()
+    return all(
+        isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value)) for value in values
+    )

@@ -52,6 +52,15 @@ _SCHEMA: Final = (
         PRIMARY KEY (bucket, engine, name)) WITHOUT ROWID""",
 )
 
+_LAYOUT: Final = (
+    "SELECT m.type, m.name, c.name FROM sqlite_master AS m LEFT JOIN pragma_table_info(m.name) AS c "
+    "WHERE m.name NOT LIKE 'sqlite%'"
+)
+"""Tables with their columns, and all else that is in a file: an index or a trigger could refuse what is written."""
+
+_ID_MAX: Final = 1 << 62
+"""A counter beyond this was damaged; at its very end SQLite would call the disk full for ever."""
+
 LAST_ID: Final = "SELECT seq FROM sqlite_sequence WHERE name = 'events'"
 """The id of the newest event that there ever was."""
 
@@ -113,6 +122,7 @@ class Store:
         self._path = path
         _prepare(path)
         self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+        self._connection.text_factory = lambda text: text.decode(errors="replace")
         try:
             with told_apart():
                 version = self._version()
@@ -120,6 +130,7 @@ class Store:
                     self._connection.execute(setting)
                 self._migrate(version)
                 self.last_id = self._number(LAST_ID)
+                self._check_tables()
             self._identity = _identity(path)
         except BaseException:
             self._connection.close()
@@ -186,6 +197,14 @@ class Store:
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA user_version = {VERSION:d}")
 
+    def _check_tables(self) -> None:
+        with contextlib.closing(sqlite3.connect(":memory:")) as ours:
+            for statement in (statement for step in (_SCHEMA, *MIGRATIONS) for statement in step):
+                ours.execute(statement)
+            layout = set(ours.execute(_LAYOUT))
+        if set(self._connection.execute(_LAYOUT)) != layout or not 0 <= self.last_id <= _ID_MAX:
+            raise BrokenError("its tables are not as this program makes them")
+
     def _drop_events(self, before: float) -> None:
         kept = self._number("SELECT id FROM events WHERE at >= ? ORDER BY id LIMIT 1", before)
         self._drop("events", max(kept or self.last_id + 1, self.last_id + 1 - self._limits.events_max))
@@ -197,7 +216,7 @@ class Store:
 
     def _number(self, query: str, *parameters: float) -> int:
         row = self._connection.execute(query, parameters).fetchone()
-        return int(row[0] or 0) if row is not None else 0
+        return whole(row[0]) if row is not None else 0
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -235,6 +254,13 @@ def told_apart() -> Iterator[None]:
         if type(error) is sqlite3.DatabaseError:
             raise BrokenError(str(error)) from None
         raise
+    except UnicodeDecodeError:  # in what SQLite says about it
+        raise BrokenError("it is damaged") from None
+
+
+def whole(value: object) -> int:
+    """A number that SQLite gave; 0 for NULL, and for what is no whole number, as in a damaged file."""
+    return value if isinstance(value, int) else 0
 
 
 def _prepare(path: Path) -> None:

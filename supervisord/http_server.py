@@ -1,6 +1,8 @@
 """Short answers over HTTP: a thread accepts, and a short-lived thread answers each of a bounded number of connections.
 
 One request a connection, bounded in size and in total time (`http_wire`), so that no client can hold anything for long.
+Nor can clients that do not come to the end of their requests keep others out: when all connections are taken, the one
+that has been at its request for longest is turned away.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from typing import Final, Protocol
 from supervisord.http_wire import RESPONSE_MAX_BYTES, HttpError, Request, Response, read_request, send
 
 _ACCEPT_AGAIN_S: Final = 1.0
+_MOMENT_S: Final = 0.02
+"""Whoever has its answer leaves within this."""
+_ROOM_S: Final = 1.0
+"""Who is turned away has left by then; normal is a millisecond."""
 
 ErrorHook = Callable[[str, Exception], None]
 
@@ -57,6 +63,9 @@ class HttpServer:
         self._limits = limits
         self._on_error = on_error
         self._slots = threading.BoundedSemaphore(limits.connections_max)
+        self._reading: dict[socket.socket, None] = {}
+        """Whose requests are not whole yet, the oldest first."""
+        self._lock = threading.Lock()
         self._listener: socket.socket | None = listener
         threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True).start()
 
@@ -83,21 +92,42 @@ class HttpServer:
                 time.sleep(self._limits.pause_s)
 
     def _hand_over(self, connection: socket.socket) -> None:
-        if not self._slots.acquire(blocking=False):
-            self._turn_away(connection)
+        if not self._slots.acquire(timeout=_MOMENT_S) and not self._make_room():
+            with connection:
+                self._turn_away(connection)
             return
+        with self._lock:
+            self._reading[connection] = None
         try:
             threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True).start()
         except RuntimeError:  # no thread to be had
-            self._slots.release()
-            self._turn_away(connection)
+            with connection:
+                self._turn_away(connection)
+            self._leave(connection)
+
+    def _make_room(self) -> bool:
+        """Take the slot of who has been at its request for longest; False: all are being answered."""
+        with self._lock:
+            oldest = next(iter(self._reading), None)
+            if oldest is None:
+                return False
+            del self._reading[oldest]
+            self._turn_away(oldest)
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        return self._slots.acquire(timeout=_ROOM_S)
 
     def _turn_away(self, connection: socket.socket) -> None:
         text = "cannot serve this now: too many connections; try again"
         busy = HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "busy", text)
-        with connection, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             connection.setblocking(False)
             connection.send(self._site.error(busy).encode())
+
+    def _leave(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._reading.pop(connection, None)
+        self._slots.release()
 
     def _serve(self, connection: socket.socket) -> None:
         deadline_s = self._limits.deadline_s
@@ -109,14 +139,21 @@ class HttpServer:
         except OSError:
             pass  # the client left, or does not take its answer: its loss
         finally:
-            self._slots.release()
+            self._leave(connection)
 
     def _exchange(self, connection: socket.socket, deadline: float) -> bytes:
-        """The answer, encoded; empty when the peer left without a word."""
+        """The answer, encoded; empty when the peer left without a word, or was turned away."""
+        request, failed = None, None
         try:
             request = read_request(connection, deadline)
         except HttpError as error:
-            return self._site.error(error).encode()
+            failed = error
+        with self._lock:
+            if connection not in self._reading:
+                return b""
+            del self._reading[connection]
+        if failed is not None:
+            return self._site.error(failed).encode()
         if request is None:
             return b""
         return self._answer(request, connection).encode(head_only=request.method == "HEAD")

@@ -55,6 +55,10 @@ class Board:
         with self._changed:
             return self._serial, self._node
 
+    def booted(self) -> bool:
+        """Whether the snapshot knows what lives."""
+        return self.read()[0] > UNBOOTED
+
     def wait(self, after: int, timeout_s: float) -> tuple[int, Node]:
         """The newest snapshot, as soon as its serial is greater than `after`, at the latest after `timeout_s`."""
         with self._changed:

@@ -125,14 +125,26 @@ def window(text: str) -> tuple[CronTrigger, float]:
 
 def last_fired(trigger: CronTrigger, now: datetime, within_s: float) -> datetime | None:
     """When it fired last, if that was within so many seconds; a trigger only knows what comes next."""
-    back_s, began = _LOOK_BACK_S, None
-    while began is None and back_s < 2 * within_s:
-        fires = trigger.get_next_fire_time(None, now - timedelta(seconds=min(back_s, within_s)))
+    quiet_s, back_s = 0.0, min(_LOOK_BACK_S, within_s)
+    began: datetime | None = None
+    while began is None:
+        fires = trigger.get_next_fire_time(None, now - timedelta(seconds=back_s))
         if fires is None:
             return None  # never: 30 February
-        while fires is not None and fires <= now:
-            began, fires = fires, trigger.get_next_fire_time(fires, fires)
-        back_s *= 2
+        if fires <= now:
+            began = fires
+        elif back_s >= within_s:
+            return None
+        else:
+            quiet_s, back_s = back_s, min(2 * back_s, within_s)
+    # Halved, not walked through: between the last minute of January and December there are 44,640 of them.
+    while back_s - quiet_s > 1.0:
+        middle_s = (quiet_s + back_s) / 2
+        fires = trigger.get_next_fire_time(None, now - timedelta(seconds=middle_s))
+        if fires is not None and fires <= now:
+            back_s, began = middle_s, fires
+        else:
+            quiet_s = middle_s
     return began
 
 

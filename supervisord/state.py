@@ -59,7 +59,7 @@ class StateFile:
                 document = json.loads(file.read(_MAX_BYTES))
             engines, same_boot = document["engines"], document["boot_id"] == boot_id()
             if document["version"] != VERSION or not isinstance(engines, dict):
-                raise ValueError(f"version {document['version']!r}")  # noqa: TRY301 (one place tells all of it)
+                raise ValueError(f"version {document['version']!r:.80}")  # noqa: TRY301 (one place tells all of it)
         except FileNotFoundError:
             return {}, False
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

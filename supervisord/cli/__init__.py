@@ -73,8 +73,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Say what cannot be understood and end."""
-        self.exit(USAGE, f"{self.prog}: cannot understand the command line: {message}; try: {self.prog} --help\n")
+        """Say what cannot be understood and end. Words of a command line may come from anywhere, by copy and paste."""
+        from supervisord.cli.render import clean  # noqa: PLC0415 - not every command prints
+
+        told = f"{self.prog}: cannot understand the command line: {message}; try: {self.prog} --help"
+        self.exit(USAGE, f"{clean(told)}\n")
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

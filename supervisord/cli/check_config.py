@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
         print_problems(problems, path)
         return EXIT_INVALID
     names = ", ".join(found.loaded.spec.engines) or "none"
-    print(f"{path} is valid; engines: {names}")
+    print(f"{printable(str(path))} is valid; engines: {names}")
     return EXIT_OK
 
 
@@ -59,7 +59,8 @@ def print_problems(problems: Iterable[object], path: Path) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
     count = len(lines)
-    print(f"cannot use the configuration {path}: {count} problem{'s' if count > 1 else ''}", file=sys.stderr)
+    what = f"{count} problem{'s' if count > 1 else ''}"
+    print(f"cannot use the configuration {printable(str(path))}: {what}", file=sys.stderr)
 
 
 class _Check:

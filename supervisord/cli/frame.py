@@ -95,10 +95,12 @@ def _spark(
     if not found:
         return pad("", cells) + " -"
     low, high = bounds(list(found.values()), moments[-1])
+    span = high - low
+    flat = not 0.0 < span < float("inf")  # also where the numbers are larger than they are exact
     picture = ""
     for back in range(cells - 1, -1, -1):
         value = found.get(back)
-        share = 0.0 if value is None or high <= low else (value - low) / (high - low)
+        share = 0.0 if value is None or flat else (value - low) / span
         picture += " " if value is None else marks[max(0, min(len(marks) - 1, int(share * len(marks))))]
     last = moments[-1][place]
     return f"{picture} {'-' if last is None else written(last)}"

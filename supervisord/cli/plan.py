@@ -53,13 +53,13 @@ def main(args: argparse.Namespace) -> int:
     engines = loaded.spec.engines
     if args.engine is not None and args.engine not in engines:
         known = ", ".join(engines) or "none"
-        wanted = printable(args.engine)
-        print(f'cannot plan engine "{wanted}": {path} has no such engine; it has: {known}', file=sys.stderr)
+        told = printable(f'cannot plan engine "{args.engine}": {path} has no such engine; it has: {known}')
+        print(told, file=sys.stderr)
         return EXIT_UNKNOWN_ENGINE
     for warning in (*loaded.warnings, *sentences(machine.gpu_warnings(), loaded.origins)):
         print(f"warning: {printable(warning)}", file=sys.stderr)
     if not engines:
-        print(f"no engines are configured in {path}")
+        print(printable(f"no engines are configured in {path}"))
     failed = False
     for finding in machine.gpu_problems():
         failed = True

@@ -33,6 +33,7 @@ DIM: Final = "2"
 BOLD: Final = "1"
 
 _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[\]])")
+_SIZE: Final = re.compile(r"[0-9]{1,4}")
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
@@ -41,9 +42,8 @@ def terminal() -> tuple[int, bool]:
     """Columns of stdout, and whether it takes colours (NO_COLOR: no-color.org)."""
     tty = sys.stdout.isatty()
     colour = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isascii() and columns.isdigit() and int(columns) > 0:
-        return int(columns), colour
+    if columns := _stated("COLUMNS"):
+        return columns, colour
     try:
         return (
             (os.get_terminal_size(sys.stdout.fileno()).columns or 80, colour) if tty else (_NO_TERMINAL_WIDTH, colour)
@@ -54,13 +54,18 @@ def terminal() -> tuple[int, bool]:
 
 def rows() -> int | None:
     """Lines that the terminal of stdout has; None: nobody knows."""
-    lines = os.environ.get("LINES", "")
-    if lines.isascii() and lines.isdigit() and int(lines) > 0:
-        return int(lines)
+    if lines := _stated("LINES"):
+        return lines
     try:
         return os.get_terminal_size(sys.stdout.fileno()).lines or None
     except (OSError, ValueError):
         return None
+
+
+def _stated(name: str) -> int:
+    """A size that the environment names; 0: none that a terminal could have."""
+    text = os.environ.get(name, "")
+    return int(text) if _SIZE.fullmatch(text) else 0
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -111,8 +116,8 @@ def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[s
     lines: list[str] = []
     line, room = first, max(_WRAP_MIN, width - len(first))
     for word in cell(text).split():
+        size = columns(word)
         while True:
-            size = columns(word)
             gap = 0 if line in {first, rest} else 1
             if gap + size <= room:
                 line, room = f"{line}{' ' * gap}{word}", room - gap - size
@@ -120,6 +125,7 @@ def wrap(text: str, width: int, first: str = "  ", rest: str = "    ") -> list[s
             if not gap:  # longer than a line
                 part = _first(word, room) or word[0]
                 line, word = f"{line}{part}", word[len(part) :]  # noqa: PLW2901 (the rest of it)
+                size -= columns(part)
             lines.append(line)
             line, room = rest, max(_WRAP_MIN, width - len(rest))
     return [*lines, line] if line.strip() else lines
@@ -165,7 +171,7 @@ def bar(used: float | None, total: float | None, cells: int) -> str:
     """A picture of how much of something is in use; empty when that is not known."""
     if used is None or not total:
         return ""
-    full = max(0, min(cells, round(cells * used / total)))
+    full = round(cells * max(0.0, min(1.0, used / total)))
     return f"[{'#' * full}{'.' * (cells - full)}]"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from supervisord.cli import render
 from supervisord.cli.grid import UNKNOWN, Table
-from supervisord.cli.render import BOLD, GREEN, RED, YELLOW, bar, cell, clean, known, paint, shorten, wrap
+from supervisord.cli.render import BOLD, GREEN, RED, YELLOW, bar, cell, known, paint, shorten, wrap
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _summary(
         counts = ", ".join(f"{words.count(word)} {word}" for word in _SHADES if word in words)
         worst = next((word for word in reversed(_SHADES) if word in words), "")
         many = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}{counts and ': '}{counts}"
-        yield paint(clean(f"driver {driver}, {many}"), _SHADES.get(worst, BOLD), colour)
+        yield paint(cell(f"driver {driver}, {many}"), _SHADES.get(worst, BOLD), colour)
 
 
 def _trouble(trouble: Document, width: int, colour: bool) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _trouble(trouble: Document, width: int, colour: bool) -> Iterator[str]:
 def _details(gpu: Document, trouble: Document | None, width: int, colour: bool) -> Iterator[str]:
     word = health(gpu, trouble)
     kind = ", ".join(filter(None, (gpu["generation"], gpu["class"])))
-    head = clean(f"GPU {known(gpu['index'])}  {word}  {known(gpu['name'])}{kind and f' ({kind})'}")
+    head = cell(f"GPU {known(gpu['index'])}  {word}  {known(gpu['name'])}{kind and f' ({kind})'}")
     yield paint(head, _SHADES.get(word, BOLD), colour)
     yield from _reasons(gpu, width)
     load = (

@@ -21,6 +21,7 @@ ANSWER_S: Final = 10.0
 
 _HEAD_MAX_BYTES: Final = 16 * 1024
 _BODY_MAX_BYTES: Final = 8 * 1024 * 1024
+_DIGITS_MAX: Final = 18
 _BUSY_RETRY_S: Final = 2.0
 _HTTP_OK: Final = 200
 _HTTP_REDIRECT: Final = 300
@@ -71,7 +72,7 @@ class Reply:
     def number(self, header: str) -> int:
         """Read a header that is a whole number."""
         text = self.headers.get(header, "")
-        if not (text.isascii() and text.isdigit()):
+        if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
             raise ControlError(f"cannot read the daemon's answer: no number in its header {header}")
         return int(text)
 

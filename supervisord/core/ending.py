@@ -21,6 +21,7 @@ from supervisord.core.model import (
     Ready,
     Reason,
     Starting,
+    State,
     Stopped,
     Stopping,
     Warming,
@@ -177,7 +178,7 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     turn.record(
         "exited",
         engine,
-        f"{name} ended by itself while {engine.state.value}: {cause.message}",
+        f"{name} ended by itself while {_state(engine).value}: {cause.message}",
         severity=Severity.ERROR,
         reason="exited",
         exit_class=kind.value,
@@ -229,6 +230,12 @@ def _asked_exit(engine: Engine, cause: Reason, code: int | None, number: int | N
     if cause.code == "gpu_fault":
         return LastExit(ExitClass.HARDWARE, code, number, now, engine.generation, cause.message)
     return LastExit(ExitClass.STOPPED, code, number, now, engine.generation, "asked for")
+
+
+def _state(engine: Engine) -> State:
+    """Of one that was adopted and did not answer yet: as the earlier daemon knew it."""
+    left = engine.left if isinstance(engine.phase, Starting) else None
+    return left.state if left is not None else engine.state
 
 
 def _how(seen: Exited) -> str:

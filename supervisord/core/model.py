@@ -101,8 +101,9 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an earlier daemon left of one engine. `process` is None when its main process is gone and nobody knows how.
+    """What an earlier daemon left of one engine.
 
+    `process` may have ended meanwhile: that is told once it is adopted. It is None when nobody knows which it was.
     `leftovers` describes every process that lives, the main one included.
     """
 

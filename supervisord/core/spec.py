@@ -154,7 +154,9 @@ class EngineSpec:
     profile: str = key("launch profile: auto, none or a name (docs/profiles.md)", "auto")
     replica_group: str | None = key("engines of one group are never all down by our own choice", None)
     api_key_file: str | None = key("file with the API key, given to the engine as VLLM_API_KEY", None)
-    start_timeout_s: float = key("a start may stand still (no progress) for this long", 600.0, low=1, high=86400)
+    start_timeout_s: float = key(
+        "a start may stand still (no progress) for this long; two polls or more", 600.0, low=1, high=86400
+    )
     start_timeout_max_s: float = key("a start may take this long in all", 3600.0, low=1, high=604_800)
     drain_timeout_s: float = key("requests in flight may finish for this long before a stop", 30.0, low=0, high=86400)
     drain_min_s: float = key(

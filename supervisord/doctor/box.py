@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ COMMAND_S: Final = 5.0
 
 _TEXT_BYTES: Final = 256 * 1024
 _OUTPUT_CHARS: Final = 64 * 1024
+_WHOLE: Final = re.compile(r"[0-9]{1,19}")
 
 
 def run(argv: Sequence[str]) -> str | None:
@@ -51,6 +53,11 @@ def text_of(path: Path) -> str | None:
             return file.read(_TEXT_BYTES).decode(errors="replace")
     except OSError:
         return None
+
+
+def whole(text: str) -> int | None:
+    """A number as the system writes it; None for anything else."""
+    return int(text) if _WHOLE.fullmatch(text) else None
 
 
 def hidden(path: str) -> bool:
@@ -102,8 +109,8 @@ class Box:
         """The id of a group of the system itself; None when there is none."""
         for line in (self.text("/etc/group") or "").splitlines():
             fields = line.split(":")
-            if fields[0] == name and fields[2:3] and fields[2].isdecimal():
-                return int(fields[2])
+            if fields[0] == name and fields[2:3] and (number := whole(fields[2])) is not None:
+                return number
         return None
 
     def pids(self) -> list[int]:

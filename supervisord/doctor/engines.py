@@ -29,9 +29,9 @@ Cuda = tuple[int, int]
 GENERATION_NEEDS: Final[Mapping[int, Cuda]] = {9: (11, 8), 10: (12, 8), 12: (12, 8)}
 """The first CUDA that compiles for GPUs of this compute capability (major), by NVIDIA's CUDA release notes."""
 
-_TORCH_CUDA: Final = re.compile(r"^cuda\b[^=\n]*= *(?:'([0-9.]+)'|None)", re.MULTILINE)
+_TORCH_CUDA: Final = re.compile(r"^cuda\b[^=\n]*= *(?:'([0-9.]{1,16})'|None)", re.MULTILINE)
 _TORCH: Final = re.compile(r"^__version__ *= *'([0-9A-Za-z.+]+)'", re.MULTILINE)
-_RUNTIME: Final = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+)\.(\d+)\S*\.dist-info")
+_RUNTIME: Final = re.compile(r"nvidia_cuda_runtime(?:_cu\d{1,4})?-(\d{1,4})\.(\d{1,4})(?!\d)\S*\.dist-info")
 _INSTALL: Final = "scripts/install-vllm (the package has it in /usr/share/vllm-supervisor) installs one that fits"
 _COMPILERS: Final = ("gcc", "clang")
 _CAPABILITY_JIT: Final = 10

@@ -10,7 +10,7 @@ from typing import Final
 
 from supervisord.config_users import ENGINE_USER, Account, may
 from supervisord.core.spec import EngineSpec
-from supervisord.doctor.box import hidden
+from supervisord.doctor.box import hidden, whole
 from supervisord.doctor.facts import Facts, Unknown
 from supervisord.doctor.findings import Finding, fail, listed, not_checked, ok, warn
 from supervisord.launcher.preparing import FREE_BYTES_MIN
@@ -213,13 +213,17 @@ def _open_files(facts: Facts) -> tuple[int | None, str]:
         line = next((line for line in limits.splitlines() if line.startswith("Max open files")), "")
         hard = line.split()[-2:-1]
         if hard:
-            return (int(hard[0]) if hard[0].isdecimal() else OPEN_FILES), "the daemon"
+            return _or_unlimited(whole(hard[0])), "the daemon"
     if not isinstance(facts.unit, Unknown):
         stated = facts.unit.get("LimitNOFILE", "")
         if facts.unit.get("LoadState") == "loaded" and stated:
-            return (int(stated) if stated.isdecimal() else OPEN_FILES), "the unit"
+            return _or_unlimited(whole(stated)), "the unit"
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return (OPEN_FILES if hard_limit == resource.RLIM_INFINITY else hard_limit), "a daemon started from here"
+
+
+def _or_unlimited(limit: int | None) -> int:
+    return OPEN_FILES if limit is None else limit
 
 
 def _by_user(facts: Facts) -> list[tuple[Account, list[EngineSpec]]]:

@@ -18,7 +18,7 @@ from supervisord.doctor.findings import Finding, listed, not_checked, ok, warn
 _SERVES: Final = re.compile(r"\bvllm['\"]?\s+serve\b|\bvllm\.entrypoints\b")
 _VLLM: Final = re.compile(r"\bvllm(?!-supervisor)\b")
 _SHOWN: Final = 4
-_OURS: Final = re.compile(r"vllm-supervisor\.service|vllm-engine-.+\.service")
+_OURS: Final = re.compile(r"vllm-supervisor\.service|vllm-engine-[a-z0-9_-]{1,32}\.service")
 _UNITS: Final = (
     "/etc/systemd/system",
     "/usr/local/lib/systemd/system",

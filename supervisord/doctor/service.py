@@ -16,7 +16,7 @@ from supervisord.launcher.service import DAEMON
 SYSTEMD_MIN: Final = 249
 """Ubuntu 22.04; the unit uses its keys only."""
 
-_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|min|h|d|w|month|y)")
+_SPAN: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)(us|ms|s|min|h|d|w|month|y)")
 _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800, "month": 2629800}
 _SHOWN: Final = 5
 _NEEDRESTART: Final = "/etc/needrestart/conf.d"
@@ -81,7 +81,7 @@ def systemd(facts: Facts) -> Iterator[Finding]:
         yield not_checked("systemd does not run this machine: engines can only be children of the daemon")
         return
     first = (facts.box.run(("systemctl", "--version")) or "").partition("\n")[0]
-    found = re.match(r"systemd (\d+)", first)
+    found = re.match(r"systemd (\d{1,9})", first)
     if found is None:
         yield fail("systemctl --version does not answer", "systemctl status; a machine in this state needs a reboot")
     elif int(found[1]) < SYSTEMD_MIN:

@@ -106,8 +106,8 @@ def _flag(head: str, spelled: list[str]) -> Flag | None:
     if not long_names:
         return None
     name = next((name for name in long_names if not name.startswith("no-")), long_names[0])
-    tails = (head[found.end() :] for found in _NAMES.finditer(head))
-    value = next((_ANOTHER_NAME.split(tail)[0].strip() for tail in tails if tail.startswith(" ")), "")
+    ends = (found.end() for found in _NAMES.finditer(head))
+    value = next((_ANOTHER_NAME.split(head[end:], 1)[0].strip() for end in ends if head.startswith(" ", end)), "")
     choices: tuple[str, ...] = ()
     if not value:
         takes = NOTHING

@@ -20,6 +20,8 @@ from supervisord.engine.wire import Failure as Failure  # noqa: PLC0414 (the oth
 HEADERS_BYTES: Final = 64 << 10
 ANSWER_BYTES: Final = 8 << 20
 """Default limit of a body. A metrics page is 50 KB a rank."""
+JSON_BYTES: Final = 1 << 20
+"""Longest JSON that is read: as values it takes up to twenty times as much memory."""
 
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: .*)?")
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
@@ -37,9 +39,9 @@ class Answer:
     body: bytes
 
     def json_object(self) -> dict[str, Any]:
-        """The JSON object in the body; {} when it is none."""
+        """The JSON object in the body; {} when it is none, or too long."""
         try:
-            value = json.loads(self.body) if self.body else {}
+            value = json.loads(self.body) if 0 < len(self.body) <= JSON_BYTES else {}
         except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}

@@ -43,8 +43,12 @@ _SERIES: Final[Mapping[bytes, bytes | None]] = {
 _LINE: Final = re.compile(
     rb"\nvllm:(" + b"|".join(sorted((*_SERIES, b"cache_config_info"), reverse=True)) + rb")(?:\{(.*)\})? ([^ \r\n]+)"
 )
-_LABEL: Final = re.compile(rb'([a-z_]{1,64})="((?:[^"\\]|\\.)*)"')
+_LABEL: Final = re.compile(rb'(?<![a-z_])([a-z_]{1,64})="((?:[^"\\]|\\.)*)"')
 _LABELS_BYTES: Final = 16 << 10  # 1.2 KB in vLLM 0.32; more is not vLLM
+_RANKS_MAX: Final = 1024
+_LINES_MAX: Final = 256
+"""Of one series and rank; vLLM's longest histogram has 25. What is more than these is passed over: it would be kept."""
+_CONFIG: Final = (b"num_gpu_blocks", b"block_size", b"kv_cache_size_tokens")
 _KNOWN_BYTES: Final = 256
 _KNOWN_MAX: Final = 8192
 """Labels stay the same from look to look, so what they mean is remembered: 60 lines a rank, 3 MiB at most."""
@@ -76,26 +80,30 @@ _Values = dict[bytes, dict[bytes, float | None]]
 def parse(page: bytes) -> PageMetrics:
     """Read one page."""
     ranks: dict[int, _Values] = {}
-    config: list[dict[bytes, bytes]] = []
-    for name, text, raw in _LINE.findall(b"\n" + page):
+    config: dict[bytes, set[bytes]] = {label: set() for label in _CONFIG}
+    for line in _LINE.finditer(b"\n" + page):
+        name, text, raw = line.groups(b"")
         if len(text) > _LABELS_BYTES:
             continue
         if name == b"cache_config_info":
-            config.append(dict(_LABEL.findall(text)))
+            _add_config(config, text)
             continue
         rank, key = _known_place(name, text) if len(text) <= _KNOWN_BYTES else _place(name, text)
-        if rank is None:
+        if rank is None or (rank not in ranks and len(ranks) == _RANKS_MAX):
             continue
         lines = ranks.setdefault(rank, {}).setdefault(name, {})
-        lines[key] = None if key in lines else _number(raw)
-    num_gpu_blocks = _agreed(config, b"num_gpu_blocks")
+        if key in lines:
+            lines[key] = None
+        elif len(lines) < _LINES_MAX:
+            lines[key] = _number(raw)
+    num_gpu_blocks = _agreed(config[b"num_gpu_blocks"])
     # Usage is per rank, the number of blocks is the sum.
     blocks = num_gpu_blocks // len(ranks) if num_gpu_blocks and ranks else None
     return PageMetrics(
         ranks=tuple(_rank(rank, values, blocks) for rank, values in sorted(ranks.items())),
         num_gpu_blocks=num_gpu_blocks,
-        block_size=_agreed(config, b"block_size"),
-        kv_cache_size_tokens=_agreed(config, b"kv_cache_size_tokens"),
+        block_size=_agreed(config[b"block_size"]),
+        kv_cache_size_tokens=_agreed(config[b"kv_cache_size_tokens"]),
     )
 
 
@@ -172,12 +180,19 @@ def _histogram(lines: Mapping[bytes, float | None] | None) -> Histogram | None:
     return Histogram(bounds, counts)
 
 
-def _agreed(config: list[dict[bytes, bytes]], label: bytes) -> int | None:
-    """The positive number in a label of `cache_config_info`, if all lines say the same. "None" is what vLLM writes."""
-    texts = {labels.get(label, b"") for labels in config}
-    if len(texts) != 1:
+def _add_config(config: dict[bytes, set[bytes]], text: bytes) -> None:
+    """What one line of `cache_config_info` says. Two different values are as good as many."""
+    labels = dict(_LABEL.findall(text))
+    for label, values in config.items():
+        if len(values) < 2:  # noqa: PLR2004 (one, and another)
+            values.add(labels.get(label, b""))
+
+
+def _agreed(values: set[bytes]) -> int | None:
+    """The positive number that all lines say. "None" is what vLLM writes."""
+    if len(values) != 1:
         return None
-    text = texts.pop()
+    (text,) = values
     return int(text) or None if _COUNT.fullmatch(text) else None
 
 

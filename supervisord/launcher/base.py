@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,13 @@ MARK_ENGINE: Final = "SUPERVISED_ENGINE"
 MARK_GENERATION: Final = "SUPERVISED_GENERATION"
 MARK_STATE: Final = "SUPERVISED_STATE"
 """Environment of every process of an engine: whose it is, also when its parents are gone and its session is its own."""
+
+_GENERATION: Final = re.compile(r"[0-9]{1,18}")
+
+
+def generation_of(mark: str) -> int:
+    """The number in MARK_GENERATION; 0 when it is none of ours: every process may have anything in its environment."""
+    return int(mark) if _GENERATION.fullmatch(mark) else 0
 
 
 def log_identifier(engine: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +16,7 @@ UNIFIED: Final = Path("/sys/fs/cgroup/cgroup.controllers")
 SLICE: Final = "vllm.slice"
 PATTERN: Final = "vllm-engine-*.service"
 
-_SERVICE: Final = re.compile(r"([^/]+\.service)$")
+_SUFFIX: Final = ".service"
 _OF_A_USER: Final = "/user.slice/"
 
 
@@ -45,8 +44,8 @@ def own_unit() -> str | None:
 def service_of(pid: int | str) -> str | None:
     """The system service that a process runs in; None when it is gone or in none."""
     path = _cgroup_of(pid) or ""
-    found = _SERVICE.search(path)
-    return found[1] if found is not None and not path.startswith(_OF_A_USER) else None
+    name = path.rpartition("/")[2]
+    return name if name.endswith(_SUFFIX) and not path.startswith(_OF_A_USER) else None
 
 
 def living_units() -> list[str]:

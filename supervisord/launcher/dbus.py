@@ -23,8 +23,13 @@ from jeepney.low_level import HeaderFields, Message, MessageType, Parser
 CALL_S: Final = 10.0
 """PID 1 answers in less than a millisecond, and in seconds while it reloads its units."""
 
+NONSENSE: Final = "its answer makes no sense"
+
 _CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 65536
+_ANSWER_MAX_BYTES: Final = 16 << 20
+"""Of all that comes while answers are awaited; a list of all units of a large machine has a tenth of it."""
+_QUOTED_CHARS: Final = 300
 _GONE: Final = frozenset({"org.freedesktop.systemd1.NoSuchUnit", "org.freedesktop.DBus.Error.UnknownObject"})
 _BUS: Final = DBusAddress("/org/freedesktop/DBus", "org.freedesktop.DBus", "org.freedesktop.DBus")
 
@@ -43,12 +48,16 @@ class BusError(Exception):
 
 
 class Call(NamedTuple):
-    """One method call; `body` as jeepney wants it, one value for each type in `signature`."""
+    """One method call; `body` as jeepney wants it, one value for each type in `signature`.
+
+    `told`: the types of an answer that makes sense; None: it is not looked at.
+    """
 
     address: DBusAddress
     method: str
     signature: str = ""
     body: tuple[Any, ...] = ()
+    told: str | None = None
 
 
 class Bus:
@@ -90,23 +99,36 @@ class Bus:
         try:
             self._wait_until(deadline)
             self._socket.sendall(b"".join(map(_message, calls, serials)))
-            answers: dict[int, Message] = {}
-            while len(answers) < len(serials):
-                answer = self._receive(deadline)
-                to = answer.header.fields.get(HeaderFields.reply_serial)
-                if to in serials:
-                    answers[to] = answer
+            answers = self._answers(serials, deadline)
         except OSError as error:
             raise BusError("", f"cannot ask systemd ({calls[0].method}): {_why(error)}") from None
-        return [_body(answers[serial]) for serial in serials]
+        return [_body(call, answers[serial]) for call, serial in zip(calls, serials, strict=True)]
 
-    def _receive(self, deadline: float) -> Message:
-        while (message := self._parser.get_next_message()) is None:
+    def _answers(self, serials: Sequence[int], deadline: float) -> dict[int, Message]:
+        """The answers to these calls. Raises OSError."""
+        answers: dict[int, Message] = {}
+        left = _ANSWER_MAX_BYTES
+        while len(answers) < len(serials):
+            message = self._parsed()
+            if message is not None:
+                to = message.header.fields.get(HeaderFields.reply_serial)
+                if to in serials:
+                    answers[to] = message
+                continue
             self._wait_until(deadline)
             data = self._socket.recv(_READ_BYTES)
-            if not data:
+            left -= len(data)
+            if not data or left < 0:
                 raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             self._parser.add_data(data)
+        return answers
+
+    def _parsed(self) -> Message | None:
+        """The next whole message, if it is there. jeepney has no one error for what is none."""
+        try:
+            message: Message | None = self._parser.get_next_message()
+        except Exception:  # noqa: BLE001 - AssertionError, KeyError, struct.error, UnicodeDecodeError, ... (seen)
+            raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG)) from None
         return message
 
     def _wait_until(self, deadline: float) -> None:
@@ -121,11 +143,14 @@ def _message(call: Call, serial: int) -> bytes:
     return data
 
 
-def _body(answer: Message) -> tuple[Any, ...]:
+def _body(call: Call, answer: Message) -> tuple[Any, ...]:
+    fields = answer.header.fields
     if answer.header.message_type is not MessageType.error:
+        if call.told not in {None, fields.get(HeaderFields.signature, "")}:
+            raise BusError("", f"cannot ask systemd ({call.method}): {NONSENSE}")
         return tuple(answer.body)
-    name = str(answer.header.fields.get(HeaderFields.error_name, ""))
-    raise BusError(name, str(answer.body[0]) if answer.body else name)
+    name = str(fields.get(HeaderFields.error_name, ""))
+    raise BusError(name, str(answer.body[0])[:_QUOTED_CHARS] if answer.body else name)
 
 
 def _why(error: Exception) -> str:

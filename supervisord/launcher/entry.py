@@ -33,14 +33,15 @@ class BytesRead:
 class Entry(Kept):
     """One engine: its identity, and what was seen of its processes.
 
-    `child` says that the main process is ours to reap. `remember` and `note` are called by who takes samples too, so
-    these two lock.
+    `child` says that the main process is ours to reap, `vanished` that it ended in this boot and nobody was told of
+    that. `remember` and `note` are called by who takes samples too, so these two lock.
     """
 
     def __init__(self, record: Record, pidfd: int | None, log: Path) -> None:
         super().__init__(record.engine, record.generation, None if record.ended else record.process, pidfd)
         self.record = record
         self.child = pidfd is not None
+        self.vanished = False
         self.reaped_ticks: int | None = None
         self.ended = record.ended
         self.log_offset = record.log_offset
@@ -68,6 +69,7 @@ class Entry(Kept):
             stat = census.processes.get(process.pid) if process.boot_id == boot_id else None
             if stat is None or not stat.alive or stat.start_ticks != process.start_ticks:
                 self.process = None
+                self.vanished = process.boot_id == boot_id
 
     def remember(self, census: Census, members: Iterable[Stat]) -> None:
         """Keep who was a member; an older census than the latest says nothing new."""

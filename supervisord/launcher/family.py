@@ -16,7 +16,7 @@ from typing import NamedTuple
 from supervisord.core.model import Process
 from supervisord.core.spec import ENGINE_NAME_PATTERN
 from supervisord.launcher import procfs
-from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE
+from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE, generation_of
 from supervisord.launcher.procfs import Census, Stat
 
 
@@ -66,7 +66,7 @@ def look(census: Census, clues: Clues, *, everywhere: bool) -> Family:
     for stat in alive.values():
         if stat.pid in proven or not (everywhere or stat.ppid == ours or _in_session(stat, clues)):
             continue
-        variables = procfs.environment(stat.pid)
+        variables = census.environment(stat.pid)
         certain = certain and bool(variables)
         # A copy of the marks in the environment of another user's process proves nothing.
         if marks <= variables and procfs.uid_of(stat.pid) == clues.uid:
@@ -81,13 +81,22 @@ class Marks(NamedTuple):
     generation: int
 
 
+def state_dir_of(stat: Stat) -> str | None:
+    """The state directory that the marks of a process name."""
+    return _variables(stat).get(MARK_STATE)
+
+
 def read_marks(stat: Stat, state_dir: str) -> Marks | None:
     """Read the marks of a process of some engine of this state directory."""
-    variables = dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.environment(stat.pid)))
-    engine, generation = variables.get(MARK_ENGINE, ""), variables.get(MARK_GENERATION, "")
-    if variables.get(MARK_STATE) != state_dir or not re.match(ENGINE_NAME_PATTERN, engine):
+    variables = _variables(stat)
+    engine = variables.get(MARK_ENGINE, "")
+    if variables.get(MARK_STATE) != state_dir or not re.fullmatch(ENGINE_NAME_PATTERN, engine):
         return None
-    return Marks(engine, int(generation) if generation.isdecimal() else 0)
+    return Marks(engine, generation_of(variables.get(MARK_GENERATION, "")))
+
+
+def _variables(stat: Stat) -> dict[str, str]:
+    return dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.environment(stat.pid)))
 
 
 def _is_proven(stat: Stat, processes: Mapping[int, Stat], clues: Clues) -> bool:

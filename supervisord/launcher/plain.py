@@ -69,7 +69,10 @@ class PlainLauncher(CommonLauncher[Entry]):
         return record.process
 
     def recover(self) -> tuple[Found, ...]:
-        """What lives of an earlier daemon; what does not loses its files. Broken records are told, never fatal."""
+        """What an earlier daemon left, those too whose main process ended meanwhile in this boot.
+
+        What ended before loses its files. Broken records are told, never fatal.
+        """
         records, problems = self._records.load()
         for problem in problems:
             self._on_trouble(problem)
@@ -79,10 +82,9 @@ class PlainLauncher(CommonLauncher[Entry]):
             entry = self._entries[record.engine] = Entry(record, None, self.log_path(record.engine))
             entry.forget_main_unless_alive(boot, census)
             alive = self._family(entry, census, everywhere=True).members
-            if alive:
+            if alive or entry.vanished:
                 entry.ended = False  # whatever its record says
-                described = tuple(procfs.describe(stat) for stat in alive)
-                found.append(Found(entry.engine, entry.generation, entry.process, described, record.plan_id or None))
+                found.append(_found(entry, alive))
             elif not entry.ended:
                 self._finish(entry)
         self._remove_other_private({Path(e.record.private_dir) for e in self._entries.values() if not e.ended})
@@ -105,6 +107,8 @@ class PlainLauncher(CommonLauncher[Entry]):
         if entry is None:
             return
         entry.generation = generation
+        if entry.vanished:
+            self._on_exit(engine, generation, None, None)
         if entry.process is None:
             return
         entry.pidfd = killing.open_exactly(entry.process.pid, entry.process.start_ticks)
@@ -219,6 +223,21 @@ class PlainLauncher(CommonLauncher[Entry]):
     def _note(self, entry: Entry, facts: dict[str, object]) -> None:
         with self._telling(f"cannot add to the identity record of {entry.engine}"):
             self._records.add(entry.engine, entry.record.generation, facts)
+
+
+def _found(entry: Entry, alive: list[Stat]) -> Found:
+    record, described = entry.record, [procfs.describe(stat) for stat in alive]
+    process = entry.process
+    if entry.vanished:
+        process = record.process
+        described.append(f"pid {process.pid}, ended meanwhile")
+    return Found(entry.engine, entry.generation, process, tuple(described), record.plan_id or None)
+
+
+def state_dirs() -> list[str]:
+    """The state directories that living processes name; whoever reads there decides whether to believe it."""
+    found = {family.state_dir_of(stat) for stat in procfs.census().processes.values() if stat.alive}
+    return sorted(filter(None, found))
 
 
 def living(state_dir: Path) -> list[str]:

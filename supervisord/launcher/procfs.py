@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -49,6 +49,13 @@ class Census:
     at: float
     processes: dict[int, Stat]
     whole: bool
+    _environments: dict[int, frozenset[bytes]] = field(default_factory=dict, repr=False, compare=False)
+
+    def environment(self, pid: int) -> frozenset[bytes]:
+        """`environment`, read once: a hundred engines that are looked for everywhere would each read everybody's."""
+        if pid not in self._environments:
+            self._environments[pid] = environment(pid)
+        return self._environments[pid]
 
 
 class Listener(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from supervisord.core.model import Process
 
@@ -25,6 +25,11 @@ DIRECTORY: Final = "identity"
 """Below the state directory."""
 SUFFIX: Final = ".jsonl"
 _MAX_BYTES: Final = 1024 * 1024
+_PID_MAX: Final = 2**31 - 1
+_UID_MAX: Final = 2**32 - 2
+_NUMBER_MAX: Final = 2**63 - 1
+"""More than the system's calls take; every other number of ours is far smaller."""
+_QUOTED_CHARS: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +127,29 @@ def parse(engine: str, data: bytes) -> Record:
     if facts is None:
         raise RecordError("its first line is not a JSON object")
     if facts.get("version") != VERSION:
-        raise RecordError(f"its version is {facts.get('version')!r}, this program reads {VERSION}")
+        raise RecordError(f"its version is {_quoted(facts.get('version'))}, this program reads {VERSION}")
     if facts.get("engine") != engine:
-        raise RecordError(f"it is about engine {facts.get('engine')!r}")
+        raise RecordError(f"it is about engine {_quoted(facts.get('engine'))}")
     record = Record(
         engine=engine,
         generation=_number(facts, "generation"),
         plan_id=_text(facts, "plan_id"),
-        uid=_number(facts, "uid"),
-        process=Process(_number(facts, "pid"), _number(facts, "start_ticks"), _text(facts, "boot_id")),
+        uid=_number(facts, "uid", most=_UID_MAX),
+        process=Process(_number(facts, "pid", most=_PID_MAX), _number(facts, "start_ticks"), _text(facts, "boot_id")),
         private_dir=_text(facts, "private_dir"),
         log_offset=_number(facts, "log_offset"),
     )
+    shared_memory: dict[str, int] = {}
+    log_offset, ended = record.log_offset, False
     for line in later:
-        record = _with(record, _object(line) or {})
-    return record
-
-
-def _with(record: Record, facts: Mapping[str, Any]) -> Record:
-    names, offset = facts.get("shared_memory"), facts.get("log_offset")
-    if isinstance(names, dict):
-        known = {name: inode for name, inode in names.items() if isinstance(inode, int)}
-        record = replace(record, shared_memory={**record.shared_memory, **known})
-    if isinstance(offset, int) and offset >= 0:
-        record = replace(record, log_offset=offset)
-    return replace(record, ended=True) if facts.get("ended") is True else record
+        more = _object(line) or {}
+        names = more.get("shared_memory")
+        if isinstance(names, dict):
+            shared_memory |= {name: inode for name, inode in names.items() if _is_file(name) and _is_number(inode)}
+        if _is_number(more.get("log_offset")):
+            log_offset = more["log_offset"]
+        ended = ended or more.get("ended") is True
+    return replace(record, shared_memory=shared_memory, log_offset=log_offset, ended=ended)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -159,16 +162,37 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 def _text(facts: Mapping[str, Any], name: str) -> str:
     value = facts.get(name)
-    if not isinstance(value, str) or not value:
-        raise RecordError(f"its {name} is {value!r}")
+    if not isinstance(value, str) or not _is_path(value):
+        raise RecordError(f"its {name} is {_quoted(value)}")
     return value
 
 
-def _number(facts: Mapping[str, Any], name: str) -> int:
+def _number(facts: Mapping[str, Any], name: str, most: int = _NUMBER_MAX) -> int:
     value = facts.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RecordError(f"its {name} is {value!r}")
+    if not _is_number(value, most):
+        raise RecordError(f"its {name} is {_quoted(value)}")
     return value
+
+
+def _is_number(value: object, most: int = _NUMBER_MAX) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system's calls take it."""
+    try:
+        return b"\0" not in os.fsencode(text) and text != ""
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_file(name: str) -> bool:
+    """Whether it names something in a directory, and nothing elsewhere."""
+    return _is_path(name) and "/" not in name
+
+
+def _quoted(value: object) -> str:
+    return repr(value)[:_QUOTED_CHARS]
 
 
 def _read(path: Path) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from supervisord.core.spec import ENGINE_NAME_PATTERN
-from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE, log_identifier
+from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE, generation_of, log_identifier
 from supervisord.launcher.choice import SLICE
 from supervisord.launcher.preparing import Prepared
 from supervisord.launcher.spawn import OOM_SCORE_ADJ, OPEN_FILES
@@ -49,15 +49,15 @@ def unit_name(engine: str) -> str:
 def engine_of(unit: str | None) -> str | None:
     """The engine of a unit; None when it is no engine's."""
     name = (unit or "").removeprefix(_PREFIX).removesuffix(".service")
-    return name if re.match(ENGINE_NAME_PATTERN, name) and unit == unit_name(name) else None
+    return name if re.fullmatch(ENGINE_NAME_PATTERN, name) and unit == unit_name(name) else None
 
 
 def read_marks(unit: str, variables: Mapping[str, str], state_dir: str) -> Marks | None:
     """What a unit says of itself; None when it is not of a daemon with this state directory."""
-    engine, generation = engine_of(unit), variables.get(MARK_GENERATION, "")
+    engine = engine_of(unit)
     if engine is None or variables.get(MARK_ENGINE) != engine or variables.get(MARK_STATE) != state_dir:
         return None
-    return Marks(engine, int(generation) if generation.isdecimal() else 0, variables.get(_MARK_PLAN, ""))
+    return Marks(engine, generation_of(variables.get(MARK_GENERATION, "")), variables.get(_MARK_PLAN, ""))
 
 
 def properties(marks: Marks, prepared: Prepared, *, env_file: Path, state_dir: str, daemon: str) -> list[Property]:

@@ -10,9 +10,13 @@ import shutil
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Final
 
 from supervisord.core.model import ExitClass
 from supervisord.launcher.base import LaunchError, StateDirBusy, StateDirError
+
+LOCK: Final = "lock"
+"""In the state directory; locked by the daemon that uses it, whose pid it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ def lock_state_dir(path: Path) -> FileIO:
     descriptor = -1
     try:
         make_directory(path, 0o711)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Fixed width and in place: on a full disk an old lock file can still be taken.
         os.pwrite(descriptor, b"%-10d\n" % os.getpid(), 0)
@@ -52,6 +56,20 @@ def lock_state_dir(path: Path) -> FileIO:
             "with free space that the daemon may write"
         ) from None
     return FileIO(descriptor, "r+")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a daemon runs with this state directory; not taken when nobody can tell."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    with FileIO(descriptor) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _locker(descriptor: int) -> int | None:

@@ -306,14 +306,18 @@ class SystemdLauncher(CommonLauncher[Running]):
         return False
 
 
-def state_dirs() -> list[str]:
-    """The state directories that living engines' units name; empty when nobody can be asked."""
+def living() -> list[tuple[str, list[str]]]:
+    """The state directories that the units of engines name, with the engines; empty when nobody can be asked."""
+    found: dict[str, list[str]] = {}
     try:
         with Units() as units:
-            found = [units.environment(unit).get(MARK_STATE, "") for unit in units.names(PATTERN)]
+            for unit in units.names(PATTERN):
+                state_dir, engine = units.environment(unit).get(MARK_STATE), service.engine_of(unit)
+                if state_dir and engine is not None:
+                    found.setdefault(state_dir, []).append(engine)
     except BusError:
         return []
-    return sorted(set(filter(None, found)))
+    return sorted(found.items())
 
 
 def engines_of(units: Iterable[str], state_dir: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from jeepney import DBusAddress
 
-from supervisord.launcher.dbus import CALL_S, Bus, BusError, Call
+from supervisord.launcher.dbus import CALL_S, NONSENSE, Bus, BusError, Call
 
 ENDED_JUST_NOW: Final = "ended just now"
 """A job that was there at the first answer and not at the second: look again."""
@@ -24,19 +24,22 @@ _FIRST_LOOK_S: Final = 0.001
 _LAST_LOOK_S: Final = 0.02
 
 _STATE: Final = (
-    ("Unit", "Job"),
-    ("Unit", "ActiveState"),
-    ("Service", "MainPID"),
-    ("Service", "ExecMainPID"),
-    ("Service", "ExecMainCode"),
-    ("Service", "ExecMainStatus"),
-    ("Service", "Result"),
-    ("Service", "ControlGroup"),
-    ("Unit", "ActiveExitTimestampMonotonic"),
-    ("Service", "ExecMainExitTimestampMonotonic"),
-    ("Unit", "InvocationID"),
+    ("Unit", "Job", "(uo)"),
+    ("Unit", "ActiveState", "s"),
+    ("Service", "MainPID", "u"),
+    ("Service", "ExecMainPID", "u"),
+    ("Service", "ExecMainCode", "i"),
+    ("Service", "ExecMainStatus", "i"),
+    ("Service", "Result", "s"),
+    ("Service", "ControlGroup", "s"),
+    ("Unit", "ActiveExitTimestampMonotonic", "t"),
+    ("Service", "ExecMainExitTimestampMonotonic", "t"),
+    ("Unit", "InvocationID", "ay"),
 )
-"""What a UnitState is made of. PID 1 works on between two answers: without a job, what is read after it is settled."""
+"""What a UnitState is made of, with its types.
+
+PID 1 works on between two answers: without a job, what is read after it is settled.
+"""
 
 Property = tuple[str, tuple[str, Any]]
 """Name, and D-Bus signature with value."""
@@ -123,7 +126,7 @@ class Units:
 
     def _job_type(self, path: str) -> str:
         try:
-            return str(self._get(path, [("Job", "JobType")])[0])
+            return str(self._get(path, [("Job", "JobType", "s")])[0])
         except BusError as error:
             if not error.gone:
                 raise
@@ -132,7 +135,7 @@ class Units:
     def environment(self, name: str) -> Mapping[str, str]:
         """What a unit says in Environment=; empty when it is not known."""
         try:
-            (pairs,) = self._get(self._path(name), [("Service", "Environment")])
+            (pairs,) = self._get(self._path(name), [("Service", "Environment", "as")])
         except BusError as error:
             if not error.gone:
                 raise
@@ -141,20 +144,26 @@ class Units:
 
     def names(self, pattern: str) -> list[str]:
         """Loaded units whose names match a glob."""
-        (rows,) = self._manage("ListUnitsByPatterns", "asas", [], [pattern])
+        (rows,) = self._manage("ListUnitsByPatterns", "asas", [], [pattern], told="a(ssssssouso)")
         return [row[0] for row in rows]
 
     def _path(self, name: str) -> str:
-        (path,) = self._manage("GetUnit", "s", name)
+        (path,) = self._manage("GetUnit", "s", name, told="o")
         return str(path)
 
-    def _get(self, path: str, wanted: Sequence[tuple[str, str]]) -> list[Any]:
-        at = DBusAddress(path, _NAME, _PROPERTIES)
-        answers = self._bus.calls([Call(at, "Get", "ss", (f"{_NAME}.{kind}", key)) for kind, key in wanted])
-        return [answer[0][1] for answer in answers]
+    def _get(self, path: str, wanted: Sequence[tuple[str, str, str]]) -> list[Any]:
+        try:
+            at = DBusAddress(path, _NAME, _PROPERTIES)
+        except ValueError:  # no path of an object
+            raise BusError("", f"cannot ask systemd (Get): {NONSENSE}") from None
+        answers = self._bus.calls([Call(at, "Get", "ss", (f"{_NAME}.{kind}", key), "v") for kind, key, _ in wanted])
+        for (_, key, types), ((told, _),) in zip(wanted, answers, strict=True):
+            if told != types:
+                raise BusError("", f"cannot ask systemd (Get {key}): {NONSENSE}")
+        return [value for ((_, value),) in answers]
 
-    def _manage(self, method: str, signature: str, *body: object) -> tuple[Any, ...]:
-        return self._bus.call(Call(_MANAGER, method, signature, body))
+    def _manage(self, method: str, signature: str, *body: object, told: str | None = None) -> tuple[Any, ...]:
+        return self._bus.call(Call(_MANAGER, method, signature, body, told))
 
 
 def pauses(deadline: float) -> Iterator[None]:

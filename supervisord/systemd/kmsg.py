@@ -34,7 +34,7 @@ _XID: Final = re.compile(
 )
 _NAMED: Final = re.compile(rf"NVRM: (The NVIDIA )?GPU (?:at )?(?:PCI:)?{_PCI}")
 _FALLEN: Final = "fallen off the bus"
-_FALLEN_ALONE: Final = re.compile(r"NVRM: (?:.*\binstalled in this )?(?:system has )?fallen off the bus")
+_FALLEN_ALONE: Final = re.compile(r"NVRM: (?:[^\n]{0,80}\binstalled in this )?(?:system has )?fallen off the bus")
 _ESCAPED: Final = re.compile(r"\\x([0-9a-f]{2})")
 
 

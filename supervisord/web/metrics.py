@@ -25,6 +25,8 @@ from supervisord.web.gpu_metrics import add_gpus
 
 KEEP_S: Final = 1.0
 """A page is given to everybody who asks within this time: many scrapers cost no more than one."""
+_FORMS_MAX: Final = 8
+"""Forms of the page in that time; who wants yet another one, and any version number makes one, gets the plain one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,12 @@ class Page:
 
     def give(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, as the header Accept wants it."""
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = _encoder(accept)
         with self._lock:
             now = time.monotonic()
             self._made = {kind: made for kind, made in self._made.items() if now < made[0] + KEEP_S}
+            if content_type not in self._made and len(self._made) >= _FORMS_MAX:
+                encode, content_type = choose_encoder("")
             if content_type not in self._made:
                 self._made[content_type] = (now, encode(self._registry))
             return self._made[content_type][1], content_type
@@ -75,6 +79,14 @@ class Page:
     def describe(self) -> list[Metric]:
         """Nothing: the registry would collect once to learn the names."""
         return []
+
+
+def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """How the page is written for who wants it so, and its content type. What makes no sense is as good as nothing."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # of a version that is no number
+        return choose_encoder("")
 
 
 def _add_daemon(families: Families, source: Source, node: Node) -> None:

@@ -24,16 +24,23 @@ _FRESH: Final = {"Cache-Control": "no-store"}
 
 
 class Site:
-    """Answers from the published node alone."""
+    """Answers from the published node alone.
 
-    def __init__(self, node: Callable[[], Node], page: Page, *, as_root: bool) -> None:
+    `booted`: whether the node knows what lives. Before, a running engine would be called stopped, so none is ready.
+    """
+
+    def __init__(self, node: Callable[[], Node], booted: Callable[[], bool], page: Page, *, as_root: bool) -> None:
         self._node = node
+        self._booted = booted
         self._page = page
         self._as_root = as_root
 
     def answer(self, request: Request, connection: socket.socket) -> Response:
         """Answer one request. Raises HttpError."""
         match request.segments:
+            case ("ready",) | ("ready", _) if not self._booted():
+                _only_read(request)
+                return _state(State.STARTING)
             case ("ready",):
                 _only_read(request)
                 return _state(readiness.of_node(self._node()))
@@ -46,6 +53,9 @@ class Site:
             case ("metrics",):
                 _only_read(request)
                 self._admit(request, connection)
+                if not self._booted():
+                    text = "cannot give metrics yet: the daemon is starting"
+                    raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE, "starting", text)
                 body, content_type = self._page.give(request.headers.get("accept", ""))
                 return Response(HTTPStatus.OK, body, content_type, _FRESH)
             case _:

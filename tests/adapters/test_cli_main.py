@@ -46,6 +46,12 @@ def test_every_command_has_a_module_and_its_own_help(name: str, capsys: pytest.C
     assert capsys.readouterr().out.startswith("usage: vllm-supervisor [-h]")
 
 
+def test_a_word_that_could_drive_a_terminal_is_told_without_that(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "qwen", "\x1b[2J\udcd5more\n"]) == cli.USAGE
+    told = "unrecognized arguments:  more ; try: vllm-supervisor logs --help\n"
+    assert capsys.readouterr().err == f"vllm-supervisor logs: cannot understand the command line: {told}"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"vllm-supervisor {__version__}\n"

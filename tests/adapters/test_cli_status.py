@@ -337,6 +337,10 @@ def test_width_and_colour_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((0, 0)))
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
     assert render.terminal()[0] == 80
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, "9" * 5000)
+    assert render.terminal()[0] == 80
+    assert render.rows() is None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -385,3 +385,10 @@ def test_a_bug_in_a_thread_is_told_by_the_command() -> None:
     view._run(broken)
     with pytest.raises(IndexError):
         view._wait()
+
+
+@pytest.mark.parametrize("values", [(2.0**64, 2**64 + 1), (-1.7e308, 1.7e308), (1e-320, 0.0), (10**30, 1)])
+def test_numbers_of_any_size_have_a_picture(values: tuple[float, float]) -> None:
+    moments = [(float(at), value, value, value, value) for at, value in enumerate(values)]
+    for metric in frame._METRICS:
+        assert frame._spark(moments, 2.0, 10, frame.ASCII, *metric)

@@ -207,6 +207,18 @@ def test_check_config_accepts_and_warns(tmp_path: Path, capsys: pytest.CaptureFi
     assert 'gpus = "1"' in second
 
 
+def test_a_path_that_could_drive_a_terminal_is_told_without_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "\x1b[2J"
+    assert check(path) == 2
+    *_, count = capsys.readouterr().err.splitlines()
+    assert count == f"cannot use the configuration {tmp_path}/\\x1b[2J: 1 problem"
+    path.write_text("")
+    assert check(path) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/\\x1b[2J is valid; engines: none\n"
+
+
 def lines_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What check-config says of a configuration that it refuses, warnings first, without the count."""
     assert check(path) == 2
@@ -479,6 +491,15 @@ def test_a_drain_ends_after_it_may(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"drain_min_s = 31.*must not be more than drain_timeout_s \(30\)"):
         read(tmp_path, MINIMAL + "drain_min_s = 31\n")
     assert read(tmp_path, MINIMAL + "drain_min_s = 30\n").spec.engines["qwen"].drain_min_s == 30
+
+
+def test_a_start_is_looked_at_twice_before_it_can_be_called_still(tmp_path: Path) -> None:
+    slow = "[supervisor]\npoll_interval_s = 60\n"
+    with pytest.raises(
+        ConfigError, match=r"start_timeout_s = 119.*poll_interval_s \(60\) or more.*lower poll_interval_s"
+    ):
+        read(tmp_path, slow + MINIMAL + "start_timeout_s = 119\n")
+    assert read(tmp_path, slow + MINIMAL + "start_timeout_s = 120\n").spec.engines["qwen"].start_timeout_s == 120
 
 
 def test_files_may_be_missing_when_they_are_not_checked(tmp_path: Path) -> None:
@@ -833,3 +854,22 @@ def test_what_an_engine_does_not_say_is_no_error(tmp_path: Path, b: str, *, told
     """It may stand in a script or in vLLM's own file; where vLLM's default would not fit, that is told."""
     warnings = read(tmp_path, ON_ONE_GPU.format(a=0.2, b=b)).warnings
     assert any("a and b share a GPU and claim 0.2 + 0.9 of its memory" in text for text in warnings) is told
+
+
+@pytest.mark.parametrize("key", ["a." * 200_000 + "a", "'a b' . " * 50_000 + "a", '"a"\t.' * 33 + "a"])
+def test_a_key_of_very_many_parts_is_refused_before_it_is_read(tmp_path: Path, key: str) -> None:
+    """tomllib takes a gigabyte for one of 32 KB."""
+    path = tmp_path / "config.toml"
+    for text in (f"{key} = 1", f"[{key}]", f"x = [{{ b = 1, {key} = 2 }}]"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="nested more than 32 deep"):
+            load(path, trust=False)
+
+
+@pytest.mark.parametrize(
+    "text", ["# " + "One. Two words. " * 50, 'X = "' + "." * 99 + '"', 'X = """' + "\na.b.c." * 40 + '"""']
+)
+def test_dots_elsewhere_are_no_key(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"[engine.a]\nmodel = 'org/m'\nport = 8000\n[engine.a.env]\nA = 'b'\n{text}\n")
+    assert load(path, trust=False, check_files=False).spec.engines["a"].port == 8000

@@ -383,10 +383,30 @@ def test_a_client_that_never_reads_is_let_go(tmp_path: Path) -> None:
         assert daemon.errors == []
 
 
-def test_the_seventeenth_connection_is_turned_away_quickly(tmp_path: Path) -> None:
-    with FakeDaemon(tmp_path, engine("qwen"), deadline_s=20) as daemon:
-        idle = [connect(daemon) for _ in range(CONNECTIONS_MAX)]
+def test_who_does_not_come_to_the_end_of_a_request_keeps_nobody_out(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path, engine("qwen"), deadline_s=20) as daemon, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connect(daemon)) for _ in range(CONNECTIONS_MAX)]
+        for sock in slow:
+            sock.sendall(b"GET /v1/status HTTP/1.1\r\nX: ")
         until(lambda: len(clients()) == CONNECTIONS_MAX)
+        started = time.monotonic()
+        for _ in range(5):
+            assert client.get(daemon.socket, "/v1/status").document()["version"] == 1
+        assert time.monotonic() - started < 5
+        answer = read(slow[0])
+        assert b" 503 " in answer, "the oldest first"
+        assert b"too many connections" in answer
+        slow[-1].sendall(b"x\r\n\r\n")
+        assert b" 200 " in read(slow[-1]), "and no more than there is need for"
+        assert daemon.errors == []
+
+
+def test_the_seventeenth_of_those_that_wait_for_answers_is_turned_away_quickly(tmp_path: Path) -> None:
+    with FakeDaemon(tmp_path, engine("qwen"), deadline_s=20) as daemon:
+        waiting = [connect(daemon) for _ in range(CONNECTIONS_MAX)]
+        for sock in waiting:
+            sock.sendall(b"GET /v1/status?after=1&timeout=60 HTTP/1.1\r\n\r\n")
+        until(lambda: daemon.waits >= CONNECTIONS_MAX)
         started = time.monotonic()
         for _ in range(34):
             status, _, body = raw(daemon, b"GET /v1/status HTTP/1.1\r\n\r\n")
@@ -395,8 +415,9 @@ def test_the_seventeenth_connection_is_turned_away_quickly(tmp_path: Path) -> No
         assert len(clients()) == CONNECTIONS_MAX
         with pytest.raises(client.SlowError, match="too many connections"):
             client.get(daemon.socket, "/v1/status")
-        for sock in idle:
+        for sock in waiting:
             threading.Timer(0.3, sock.close).start()
+        until(lambda: len(clients()) < CONNECTIONS_MAX)
         assert client.get(daemon.socket, "/v1/status").document()["version"] == 1
 
 
@@ -683,3 +704,9 @@ def test_only_a_name_goes_into_a_path(name: str) -> None:
     with pytest.raises(client.RefusedError, match="cannot find an engine"):
         client.engine_target(name, "log")
     assert client.engine_target("Qwen-3_5", "log") == "/v1/engines/Qwen-3_5/log"
+
+
+def test_a_number_of_thousands_of_digits_is_none() -> None:
+    assert client.Reply({"log-offset": "7"}, b"").number("log-offset") == 7
+    with pytest.raises(client.ControlError, match="no number in its header log-offset"):
+        client.Reply({"log-offset": "7" * 5000}, b"").number("log-offset")

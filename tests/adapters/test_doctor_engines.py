@@ -128,7 +128,7 @@ def test_a_missing_user(place: Place) -> None:
 
 def test_a_user_who_may_command_the_supervisor(place: Place) -> None:
     place.box.as_root = True
-    place.box.write("/etc/group", "broken\nvllm-admin:x:999:vllm\n")
+    place.box.write("/etc/group", f"broken\nvllm-admin:x:{'9' * 5000}:\nvllm-admin:x:999:vllm\n")
     place.box.account("vllm", groups=(999,))
     assert place.box.one("user")[0] is WARN
     assert place.box.one("user")[2] == "gpasswd -d vllm vllm-admin"
@@ -142,6 +142,7 @@ def test_a_user_who_may_command_the_supervisor(place: Place) -> None:
         ("'12.8'", (12, 4), WARN, "kernels that are compiled at run time may fail"),
         ("'13.0'", (12, 8), FAIL, "it cannot begin"),
         ("None", (13, 0), FAIL, "a build without CUDA"),
+        (f"'{'9' * 5000}'", (13, 0), FAIL, "a build without CUDA"),
         ("'12.8'", None, NOT_CHECKED, "the driver does not say up to which it goes"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -337,3 +338,10 @@ def test_only_one_read_at_a_time(fake: FakeInstallation) -> None:
         found = bad(book.read(fake.spec(), timeout_s=0.05))
     assert "another read" in found.reason
     good(book.read(fake.spec()))
+
+
+def test_a_help_text_of_one_endless_line_is_read_quickly() -> None:
+    """As much as is read of a help text; what it prints is up to a program that is not ours."""
+    begun = thread_time()
+    assert parse_help("  " + "--a, " * 800_000) is None
+    assert thread_time() - begun < 10.0

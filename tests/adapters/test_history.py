@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -441,6 +442,71 @@ def test_databases_of_others_and_of_newer_versions_are_kept_aside(tmp_path: Path
             kept.wait(0, 20)
         assert why in troubles[0]
         (tmp_path / history_store.FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "ALTER TABLE events RENAME COLUMN kind TO sort",
+        "DROP TABLE observations",
+        "CREATE UNIQUE INDEX one_engine ON events (engine, at)",
+        "CREATE TRIGGER never BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'no'); END",
+        "UPDATE sqlite_sequence SET seq = 9223372036854775807",
+    ],
+)
+def test_tables_that_cannot_be_written_are_kept_aside(tmp_path: Path, statement: str) -> None:
+    filled(tmp_path, 5).close()
+    with closing(sqlite3.connect(tmp_path / history_store.FILE)) as connection:
+        connection.execute(statement)
+        connection.commit()
+    with running(tmp_path) as (kept, troubles):
+        kept.record(told("anew"))
+        until(lambda: troubles)
+        until(lambda: messages(kept) == ["anew"])
+    assert len(list(tmp_path.glob("*.broken-*[0-9]"))) == 1
+    assert len(troubles) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "severity = 99",
+        "at = 9e99",
+        "at = 'then'",
+        "monotonic = 9e999",
+        "numbers = '{'",
+        "numbers = '[1]'",
+        "numbers = '{\"a\":{}}'",
+        "message = x'00'",
+        "generation = 'x'",
+    ],
+)
+def test_rows_that_are_damaged_hide_no_others(tmp_path: Path, change: str) -> None:
+    filled(tmp_path, 5).close()
+    with closing(sqlite3.connect(tmp_path / history_store.FILE)) as connection:
+        connection.execute(f"UPDATE events SET {change} WHERE id IN (2, 5)")
+        connection.commit()
+    page = Reader(tmp_path / history_store.FILE).page(None, None, 0, 3)
+    assert ([event.id for event in page.events], page.more) == ([1, 3, 4], False)
+
+
+def test_a_text_that_is_damaged_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    filled(tmp_path, 2).close()
+    with closing(sqlite3.connect(tmp_path / history_store.FILE)) as connection:
+        connection.execute("UPDATE events SET message = CAST(x'61ff62' AS TEXT) WHERE id = 2")
+        connection.commit()
+    assert Reader(tmp_path / history_store.FILE).page(None, None, 1, 3).events[0].message == "a\ufffdb"
+
+
+def test_a_recording_that_is_damaged_is_told_as_such(tmp_path: Path) -> None:
+    with closing(filled(tmp_path, 1)) as kept:
+        kept.observe(NODE, POLL, 1.0)
+    for data in ("'x'", "x'00'", f"x'{zlib.compress(b'[]').hex()}'", f"x'{zlib.compress(b'{}').hex()}'"):
+        with closing(sqlite3.connect(tmp_path / history_store.FILE)) as connection:
+            connection.execute(f"UPDATE observations SET data = {data}")
+            connection.commit()
+        with pytest.raises(codec.DecodeError, match="a recording is damaged"):
+            list(Reader(tmp_path / history_store.FILE).recordings())
 
 
 def test_only_the_newest_broken_ones_are_kept(tmp_path: Path) -> None:

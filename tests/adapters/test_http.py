@@ -427,3 +427,9 @@ def test_full_backlog_ends_at_the_deadline_and_when_cancelled() -> None:
         assert failure(Client(Target(*address), cancelled).get("/health", timeout_s=60)).kind == "cancelled"
         for filler in fillers:
             filler.close()
+
+
+def test_json_that_is_too_long_is_none() -> None:
+    """As values it would take twenty times as much memory."""
+    assert Answer(200, b'{"a":1' + b" " * 1000 + b"}").json_object() == {"a": 1}
+    assert Answer(200, b'{"a":1' + b" " * (1 << 20) + b"}").json_object() == {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from supervisord.core.model import Process
+from supervisord.core.model import Found, Process
 from supervisord.launcher import procfs
 from supervisord.launcher.base import MARK_ENGINE, MARK_GENERATION, MARK_STATE
 from supervisord.launcher.records import Record, Records
@@ -130,15 +130,18 @@ def test_leftovers_without_their_main_process(box: Box) -> None:
     wait_until(lambda: len(box.living()) == 2, 10, "its end")
     with standin("take", str(box.state)) as daemon:
         found = daemon.hear()
-        assert found["pid"] is None
-        assert len(found["leftovers"]) == len(found["members"]) == 2
+        assert found["pid"] == pid
+        assert len(found["leftovers"]) == 3
+        assert found["leftovers"][-1] == f"pid {pid}, ended meanwhile"
+        assert len(found["members"]) == 2
+        assert daemon.hear() == {"exit": [ENGINE, 1, None, None]}
         assert daemon.hear() == {"remaining": []}
         assert not box.living()
     assert box.private() == []
     bury(box, pid)
 
 
-def test_an_engine_that_ended_meanwhile_loses_its_files(box: Box) -> None:
+def test_an_engine_that_ended_meanwhile_is_told_and_loses_its_files(box: Box) -> None:
     pid = leave(box, SLEEP, "/bin/sleep 1000")
     name = Path("/dev/shm") / f"psm_svtest{os.getpid()}"
     name.touch()
@@ -147,6 +150,10 @@ def test_an_engine_that_ended_meanwhile_loses_its_files(box: Box) -> None:
     records.add(ENGINE, 1, {"shared_memory": {name.name: name.stat().st_ino}})
     os.kill(pid, signal.SIGKILL)
     with standin("take", str(box.state)) as daemon:
+        found = daemon.hear()
+        assert (found["pid"], found["leftovers"]) == (pid, [f"pid {pid}, ended meanwhile"])
+        assert daemon.hear() == {"exit": [ENGINE, 1, None, None]}
+        assert daemon.hear() == {"remaining": []}
         assert daemon.hear() == {"done": True}
     assert not name.exists()
     assert box.private() == []
@@ -189,11 +196,18 @@ def test_the_end_between_recovery_and_adoption_is_told(box: Box) -> None:
 
 @pytest.mark.parametrize("change", ["start_ticks", "boot_id", "pid"])
 def test_a_reused_pid_is_nobody(box: Box, change: str) -> None:
+    """What it named has ended; that is news if it was in this boot."""
     with bystander() as process:
         wrong: dict[str, Any] = {"start_ticks": process.start_ticks - 1, "boot_id": "another boot", "pid": 2**22 + 1}
-        record_of(box, replace(process, **{change: wrong[change]}))
-        assert box.launcher.recover() == ()
+        recorded = replace(process, **{change: wrong[change]})
+        record_of(box, recorded)
+        found = box.launcher.recover()
         box.launcher.adopt(ENGINE, 3)
+        if change == "boot_id":
+            assert found == ()
+        else:
+            assert found == (Found(ENGINE, 3, recorded, (f"pid {recorded.pid}, ended meanwhile",), "plan-1"),)
+            assert box.exit() == (ENGINE, 3, None, None)
         box.launcher.terminate(ENGINE, 3)
         assert box.launcher.sweep(ENGINE, 3) == ()
         assert box.private() == []
@@ -204,7 +218,8 @@ def test_a_session_of_a_reused_pid_is_nobodys(box: Box) -> None:
     # The number of the dead main process leads another session now.
     with bystander() as leader:
         record_of(box, replace(leader, start_ticks=leader.start_ticks - 1))
-        assert box.launcher.recover() == ()
+        (found,) = box.launcher.recover()
+        assert found.leftovers == (f"pid {leader.pid}, ended meanwhile",)
         assert box.launcher.members(ENGINE) == ()
 
 
@@ -234,7 +249,15 @@ def test_a_broken_record_is_told_and_its_processes_are_found(box: Box, data: byt
     box.launch(*SLEEP, generation=5)
 
 
-@pytest.mark.parametrize("engine", ["../../etc", "a/b", "", "UPPER", "x" * 40])
+@pytest.mark.parametrize("generation", ["9" * 5000, "-1", "x", "\u0663"])
+def test_a_mark_that_is_no_generation_is_as_good_as_none(box: Box, generation: str) -> None:
+    """Every process of the machine can claim one; thousands of digits are more than Python converts."""
+    with bystander(**{MARK_ENGINE: ENGINE, MARK_GENERATION: generation, MARK_STATE: str(box.state)}):
+        (found,) = wait_until(box.launcher.recover, 10, "the process to be found")
+        assert (found.engine, found.generation) == (ENGINE, 0)
+
+
+@pytest.mark.parametrize("engine", ["../../etc", "a/b", "", "UPPER", "x" * 40, "qwen\n"])
 def test_marks_that_name_no_engine(box: Box, engine: str) -> None:
     with bystander(**{MARK_ENGINE: engine, MARK_GENERATION: "x", MARK_STATE: str(box.state)}) as process:
         assert box.launcher.recover() == ()
@@ -243,7 +266,7 @@ def test_marks_that_name_no_engine(box: Box, engine: str) -> None:
 
 def test_directories_of_no_generation_are_removed(box: Box) -> None:
     with bystander() as process:
-        record_of(box, replace(process, pid=2**22 + 1))
+        record_of(box, replace(process, boot_id="another boot"))
         for name in ("qwen.1", "gone.7", "stray"):
             (box.state / "tmp" / name).mkdir()
         box.launcher.recover()

@@ -344,3 +344,28 @@ def test_any_page_is_read_without_harm(body: bytes) -> None:
         if rank.free_blocks is not None:
             assert rank.total_blocks is not None
             assert rank.free_blocks < rank.total_blocks
+
+
+# --- what is kept is bounded ----------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_any_engine_has_are_passed_over() -> None:
+    lines = "\n".join(f'vllm:num_requests_running{{engine="{rank}"}} {rank}' for rank in range(3000))
+    found = parse(lines.encode())
+    assert [rank.running for rank in found.ranks] == list(range(1024))
+
+
+def test_a_histogram_of_more_buckets_than_any_has_is_unknown() -> None:
+    """Histograms of five minutes are kept; one of a page of 8 MiB would take 9 MiB."""
+    for count, known in ((255, True), (256, False), (9000, False)):
+        name = "vllm:time_to_first_token_seconds_bucket"
+        lines = [f'{name}{{engine="0",le="{bound}"}} 1' for bound in range(count)]
+        found = rank_of(*lines, f'{name}{{engine="0",le="+Inf"}} 2').ttft
+        assert (found is not None) is known
+        assert found is None or len(found.bounds_s) == count + 1
+
+
+def test_two_configurations_are_none() -> None:
+    lines = [f'vllm:cache_config_info{{num_gpu_blocks="{blocks}",block_size="16"}} 1' for blocks in (10, 10, 11, 12)]
+    assert parse("\n".join(lines[:2]).encode()) == PageMetrics(num_gpu_blocks=10, block_size=16)
+    assert parse("\n".join(lines).encode()) == PageMetrics(block_size=16)

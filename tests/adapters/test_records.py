@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,13 +121,45 @@ def test_garbage_is_reported(directory: Path, data: bytes) -> None:
         ("start_ticks", None, "its start_ticks is None"),
         ("boot_id", "", "its boot_id is ''"),
         ("private_dir", 7, "its private_dir is 7"),
+        ("private_dir", "/tmp/\0", "its private_dir is '/tmp/"),
+        ("private_dir", "/tmp/\ud800", "its private_dir is '/tmp/"),
+        ("pid", 2**31, "its pid is 2147483648"),
+        ("uid", 2**32 - 1, "its uid is 4294967295"),
+        ("start_ticks", 10**4000, "its start_ticks is 1000"),
+        ("engine", "x" * 100_000, "it is about engine 'xxx"),
     ],
 )
 def test_a_wrong_record_is_reported(directory: Path, name: str, value: object, why: str) -> None:
     path = written(directory)
     facts = json.loads(path.read_bytes())
     path.write_text(json.dumps({**facts, name: value}), encoding="utf-8")
-    assert why in problem(directory)
+    text = problem(directory)
+    assert why in text
+    assert len(text) < 500
+
+
+def test_names_of_nothing_in_shared_memory_are_left_alone(directory: Path) -> None:
+    names = {
+        "psm_1": 5,
+        "../../etc/passwd": 6,
+        "": 7,
+        "a\0": 8,
+        "\ud800": 9,
+        "psm_2": -1,
+        "psm_3": True,
+        "psm_4": 2**64,
+    }
+    with written(directory).open("ab") as file:
+        file.write(json.dumps({"shared_memory": names, "log_offset": 2**64}).encode())
+    assert load(directory) == replace(RECORD, shared_memory={"psm_1": 5})
+
+
+def test_many_later_lines_are_read_quickly(directory: Path) -> None:
+    with written(directory).open("ab") as file:
+        file.writelines(b'{"shared_memory":{"%d":1}}\n' % name for name in range(30_000))
+    begun = time.thread_time()
+    assert len(load(directory).shared_memory) == 30_000
+    assert time.thread_time() - begun < 2.0
 
 
 def test_one_bad_record_does_not_hide_the_others(directory: Path) -> None:

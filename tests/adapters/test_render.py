@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from time import thread_time
 
 import pytest
 from hypothesis import given
@@ -93,3 +94,17 @@ def test_no_picture_of_what_is_not_known() -> None:
 @pytest.mark.parametrize(("mib", "text"), [(None, "-"), (0, "0M"), (1023, "1023M"), (1024, "1.0G"), (59_494, "58.1G")])
 def test_sizes_in_a_few_characters(mib: float | None, text: str) -> None:
     assert render.gib(mib) == text
+
+
+@pytest.mark.parametrize("char", ["a", "\u6a21", "\u0335"])
+def test_a_long_word_is_parted_quickly(char: str) -> None:
+    begun = thread_time()
+    render.wrap(char * 60_000, 16)
+    assert thread_time() - begun < 3.0
+
+
+@pytest.mark.parametrize(
+    ("used", "total", "shown"), [(1.7e308, 0.5, "[####]"), (-1.0, 2.0, "[....]"), (1.0, 2.0, "[##..]"), (1.0, 0.0, "")]
+)
+def test_a_bar_of_any_numbers(used: float, total: float, shown: str) -> None:
+    assert render.bar(used, total, 4) == shown

@@ -36,7 +36,17 @@ def test_another_boot_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"version":1}', '{"version":9,"boot_id":"","engines":{}}', "\xff"]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"version":1}',
+        '{"version":9,"boot_id":"","engines":{}}',
+        '{"version":"%s","boot_id":"","engines":{}}' % ("x" * 9999),
+        "\xff",
+    ],
 )
 def test_garbage_is_told_and_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "node.json").write_bytes(text.encode("latin-1"))
@@ -44,6 +54,7 @@ def test_garbage_is_told_and_replaced(tmp_path: Path, text: str) -> None:
     assert file.load() == ({}, False)
     assert len(told) == 1
     assert "cannot use" in told[0]
+    assert len(told[0]) < 1000
     file.save({"a": {}})
     assert json.loads((tmp_path / "node.json").read_text())["engines"] == {"a": {}}
 

@@ -93,6 +93,26 @@ def test_a_bus_that_hangs_costs_an_answer(address: Path) -> None:
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"GetUnit": ("s", ("x",))},
+        {"GetUnit": ("", ())},
+        {"Get": ("s", ("x",))},
+        {"Get": ("v", (("s", "x"),))},
+        {"Get": ("v", (("(uo)", (1, "/job")),))},
+    ],
+)
+def test_answers_that_make_no_sense_are_none(address: Path, told: dict[str, Answer]) -> None:
+    sound: dict[str, Answer] = {"GetUnit": ("o", ("/unit",)), "Get": ("v", (("u", 1),))}
+    with (
+        a_bus(address, lambda method, _: told.get(method, sound[method])),
+        Units(5) as units,
+        pytest.raises(BusError, match=r"cannot ask systemd \(\w+( \w+)?\): its answer makes no sense"),
+    ):
+        units.look(UNIT)
+
+
 def test_a_bus_that_goes_away(address: Path) -> None:
     with a_bus(address, lambda *_: None):
         units = Units(5)
@@ -237,6 +257,9 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert service.read_marks(UNIT, {}, "/state") is None
     broken = {**variables, "SUPERVISED_GENERATION": "x"}
     assert service.read_marks(UNIT, broken, "/state") == Marks("a", 0, "p1")
+    endless = {**variables, "SUPERVISED_GENERATION": "9" * 5000}
+    assert service.read_marks(UNIT, endless, "/state") == Marks("a", 0, "p1")
+    assert service.engine_of("vllm-engine-a\n.service") is None
     assert service.engine_of(None) is None
     assert service.engine_of("vllm-engine-a@b.service") is None
 

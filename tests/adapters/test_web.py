@@ -48,7 +48,8 @@ class Web:
         self.errors: list[tuple[str, Exception]] = []
         self.made = 0
         source = Source(lambda: self.node, self._document, Figures(), lambda: {"event": 3})
-        site = Site(source.node, Page(source), as_root=False)
+        self.booted = True
+        site = Site(source.node, lambda: self.booted, Page(source), as_root=False)
         self.tries = 0
         self.server = WebServer((host, self.port), site, Hooks(self._tell, self._fail, self._holder))
 
@@ -293,6 +294,23 @@ def test_all_addresses_of_both_kinds(serve: Callable[..., Web]) -> None:
     assert [served.get("/metrics", host=peer).status for peer in ("127.0.0.1", "[::1]")] == [200, 200]
 
 
+def test_a_daemon_that_does_not_know_yet_what_lives_says_so(serve: Callable[..., Web]) -> None:
+    """An engine that an earlier daemon left would be called stopped."""
+    served = serve(engine("qwen"))
+    served.booted = False
+    for path, text in (
+        ("/ready", "starting\n"),
+        ("/ready/qwen", "starting\n"),
+        ("/metrics", "cannot give metrics yet: the daemon is starting\n"),
+    ):
+        answer = served.get(path)
+        assert (answer.status, answer.text) == (503, text)
+    assert served.get("/ready", "POST").status == 405
+    assert served.made == 0
+    served.booted = True
+    assert [served.get(path).status for path in ("/ready", "/ready/qwen", "/metrics")] == [200, 200, 200]
+
+
 # --- bounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -311,12 +329,12 @@ def test_slow_clients_hold_nothing_for_long(serve: Callable[..., Web], monkeypat
 
         for sock in drips:
             threading.Thread(target=drip, args=(sock,), daemon=True).start()
-        busy = served.get("/ready/qwen")
-        assert (busy.status, busy.text) == (503, "cannot serve this now: too many connections; try again\n")
-        wait_until(lambda: served.get("/ready/qwen").status == 200, 20, "the slow ones to be sent away")
+        assert served.get("/ready/qwen").status == 200, "whoever is at it for longest makes room"
+        wait_until(lambda: len(ends) == 4, 20, "the slow ones to be sent away")
         over.set()
-        assert b" 408 " in read(drips[0])
-        wait_until(lambda: len(ends) == 4, 20, "them to see it")
+        first, *others = map(read, drips)
+        assert b"too many connections" in first
+        assert all(b" 408 " in answer for answer in others)
 
 
 @pytest.mark.parametrize(
@@ -366,6 +384,33 @@ def test_many_scrapers_cost_no_more_than_one(serve: Callable[..., Web], monkeypa
     open_metrics = "application/openmetrics-text; version=1.0.0"
     pages |= {served.get("/metrics", Accept=open_metrics).body for _ in range(5)}
     assert (len(pages), served.made) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/plain; version=x",
+        "application/openmetrics-text; version=1.x.0",
+        "application/openmetrics-text; version=" + "9" * 5000,
+        "text/plain; version==; escaping=x",
+        ";,=" * 1000,
+    ],
+)
+def test_a_wish_that_makes_no_sense_gets_the_page_all_the_same(serve: Callable[..., Web], accept: str) -> None:
+    served = serve(engine("qwen"))
+    found = served.get("/metrics", Accept=accept)
+    assert found.status == 200
+    assert "vllm_supervisor_ready" in found.text
+    assert served.errors == []
+
+
+def test_forms_of_the_page_are_few(serve: Callable[..., Web], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every version number is a form of its own, and each form is made anew."""
+    monkeypatch.setattr("supervisord.web.metrics.KEEP_S", 3600.0)
+    served = serve(engine("qwen"))
+    for minor in range(20):
+        served.get("/metrics", Accept=f"application/openmetrics-text; version=1.{minor}.0")
+    assert served.made <= 9
 
 
 def test_a_flood_is_taken_in_at_a_bounded_pace(serve: Callable[..., Web]) -> None:

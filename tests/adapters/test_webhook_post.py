@@ -200,6 +200,16 @@ def test_an_endless_answer_is_not_read() -> None:
         assert server.closed_by_peer.wait(SOON_S)
 
 
+@pytest.mark.parametrize("size", [b"-1", b"-9223372036854775809"])
+def test_a_chunk_of_less_than_nothing_is_not_read(size: bytes) -> None:
+    """http.client reads all that comes for the first, and does not know what to do about the second."""
+    head = b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n" + size + b"\r\n"
+    outcome = sent(lambda _: head + b"words\r\n0\r\n\r\n")
+    assert outcome == Outcome(ok=False, detail="HTTP 500", again=True)
+    said = sent(lambda _: head.replace(size, b"5") + b"words\r\n0\r\n\r\n")
+    assert said == Outcome(ok=False, detail="HTTP 500: words", again=True)
+
+
 def test_no_threads_stay() -> None:
     before = set(threading.enumerate())
     with FakeServer(lambda _: answer(200)) as server:

@@ -109,6 +109,13 @@ def test_an_adopted_engine_that_died_meanwhile_is_a_crash() -> None:
     play.wake().does(Launch("a", 4))
 
 
+def test_it_is_told_with_the_state_that_it_was_left_in() -> None:
+    play = boot(found(), **left(State.READY)).see(Exited("a", 3, None, None))
+    assert play.record("exited").message.startswith("a ended by itself while ready: ended, exit code unknown (crash)")
+    fresh = boot(found()).see(Exited("a", 3, None, None))
+    assert fresh.record("exited").message.startswith("a ended by itself while starting: ")
+
+
 def test_the_counts_go_on_from_the_higher_number() -> None:
     assert boot(found(3), generation=2).engine().generation == 3
     assert boot(found(3), generation=5).engine().generation == 5

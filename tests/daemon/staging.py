@@ -31,11 +31,11 @@ class Clients:
     def _run(self) -> None:
         body = json.dumps({"model": "tiny", "prompt": "once", "max_tokens": 50, "ignore_eos": True})
         while not self._over.is_set():
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=100)
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=100)
+            with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
                 connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-                connection.getresponse().read()
-                connection.close()
+                with connection.getresponse() as response:
+                    response.read()
             self._over.wait(0.02)
 
 

@@ -16,7 +16,7 @@ from tests.daemon.harness import Daemon, Document
 from tests.daemon.outside import Watcher, engine_processes
 from tests.daemon.sims import Sim, section
 from tests.daemon.test_stops import busy, stream
-from tests.sim.engine import SIM_PATH, alive, wait_until
+from tests.sim.engine import SIM_PATH, alive, title_of, wait_until
 
 SLACK_S = 10
 
@@ -130,7 +130,8 @@ def test_a_killed_daemon_leaves_its_engines_to_the_next(tmp_path: Path) -> None:
         assert len([event for event in daemon.events("ready", "kept") if "first answer" in event["event"]]) == 1
         told = daemon.events("adopted", "kept")
         assert [(event["generation"], event["level"]) for event in told] == [(1, "notice")]
-        assert {event["engine"] for event in daemon.events("leftover")} == {"orphans", "changed", "removed"}
+        assert {event["engine"] for event in daemon.events("leftover")} == {"changed", "removed"}
+        assert "orphans ended by itself while " in daemon.wait_event("exited", "orphans")["event"]
 
         for name in ("orphans", "changed"):
             daemon.wait_state(name, "ready", generation=2)
@@ -148,6 +149,50 @@ def test_a_killed_daemon_leaves_its_engines_to_the_next(tmp_path: Path) -> None:
         daemon.wait_state("kept", "ready", generation=2)
         assert not [pid for pid in processes["kept"] if alive(pid)]
         assert watcher.twins == []
+
+
+def test_an_engine_that_ends_while_no_daemon_runs_is_a_failure_like_any_other(tmp_path: Path) -> None:
+    sims = [Sim(tmp_path, name, restart={"backoff_initial_s": 0.2}) for name in ("whole", "orphans")]
+    with Daemon(section(*sims)) as daemon:
+        daemon.start()
+        for sim in sims:
+            daemon.wait_state(sim.name, "ready")
+        daemon.kill()
+        for seen in engine_processes(daemon.state_dir):
+            if seen.engine == "whole" or " serve " in title_of(seen.pid):
+                os.kill(seen.pid, signal.SIGKILL)
+        wait_until(lambda: not daemon.engine_processes("whole"), 20, "its end")
+        daemon.start()
+        for sim in sims:
+            daemon.wait_state(sim.name, "ready", generation=2)
+            told = daemon.wait_event("exited", sim.name)["event"]
+            assert f"{sim.name} ended by itself while " in told
+            assert ": ended, exit code unknown (crash): " in told
+            assert daemon.engine(sim.name)["last_exit"]["class"] == "crash"
+            assert "is started again in " in daemon.wait_event("restart", sim.name)["event"]
+        assert {seen.generation for seen in engine_processes(daemon.state_dir)} == {2}
+
+
+def test_a_bad_configuration_leaves_no_engine_unwatched(tmp_path: Path) -> None:
+    sim = Sim(tmp_path)
+    with Daemon(section(sim)) as daemon:
+        daemon.start()
+        pid = daemon.wait_state("a", "ready")["pid"]
+        daemon.kill()
+        daemon.write_config("[supervisor\n")
+        daemon.start()
+        assert "config.toml" in daemon.status()["supervisor"]["config_error"]
+        assert daemon.wait_state("a", "ready")["pid"] == pid
+        daemon.kill()
+        (daemon.state_dir / "applied.json").unlink()
+        daemon.start(wait=False)
+        assert daemon.process is not None
+        assert daemon.process.wait(60) == 2
+        assert "cannot watch a, left running: " in daemon.log.read_text(encoding="utf-8")
+        daemon.configure(section(sim))
+        daemon.start()
+        assert daemon.status()["supervisor"]["config_error"] is None
+        assert daemon.wait_state("a", "ready")["pid"] == pid
 
 
 def test_an_operators_stop_outlives_daemons_but_not_boots(tmp_path: Path) -> None:

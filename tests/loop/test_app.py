@@ -64,17 +64,17 @@ def test_a_reload_that_the_loop_answers_late_is_applied_whole(
 ) -> None:
     monkeypatch.setattr(app, "ANSWER_S", 0.05)
     path = home / "config.toml"
-    path.write_text(CONFIG.format(state=home, interval=3600, engines=""), encoding="utf-8")
+    path.write_text(CONFIG.format(state=home, interval=300, engines=""), encoding="utf-8")
     path.chmod(0o600)
     spec = load(path, trust=False).spec
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     daemon = app.Daemon(path, Chosen(spec, Profiles(())), voice, history)
     daemon._schedule.start()
     try:
-        path.write_text(CONFIG.format(state=home, interval=1800, engines=ENGINE), encoding="utf-8")
+        path.write_text(CONFIG.format(state=home, interval=150, engines=ENGINE), encoding="utf-8")
         with pytest.raises(TimeoutError):
             daemon.reload("a test")
-        assert daemon._schedule._interval_s == 1800
+        assert daemon._schedule._interval_s == 150
         seen: list[Observation] = []
         while not any(isinstance(one, WindowOpened) for one in seen):
             seen.append(daemon._inbox.get(timeout=10))
@@ -89,7 +89,7 @@ def test_what_an_earlier_daemon_left_is_known_before_anybody_is_heard(
 ) -> None:
     """A start would start a twin, a SIGTERM would leave everything behind, and a status would call it stopped."""
     path = home / "config.toml"
-    path.write_text(CONFIG.format(state=home, interval=3600, engines=ENGINE), encoding="utf-8")
+    path.write_text(CONFIG.format(state=home, interval=300, engines=ENGINE), encoding="utf-8")
     path.chmod(0o600)
     daemon = app.Daemon(path, Chosen(load(path, trust=False).spec, Profiles(())), voice, history)
     begun: list[Observation] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from supervisord import applied
 from supervisord.config import ConfigError, load
 from supervisord.core.spec import NodeSpec
+from supervisord.launcher import plain
+from supervisord.launcher.statedir import lock_state_dir
 
 CONFIG = """[supervisor]
 state_dir = "/var/lib/vs"
@@ -29,15 +32,20 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def live(monkeypatch: pytest.MonkeyPatch, *state_dirs: Path) -> None:
+    """Engines of these live."""
+    monkeypatch.setattr(applied, "_living", lambda **_: [(path, ["a", "b"]) for path in state_dirs])
+
+
 def kept(config: Path) -> NodeSpec:
     loaded = load(config, trust=False, check_files=False)
-    applied.save(config.parent, loaded.tables)
+    applied.save(config.parent, loaded.tables, config)
     return loaded.spec
 
 
 def test_what_was_applied_is_read_back_whole_and_private(config: Path) -> None:
     spec = kept(config)
-    assert applied.read(config.parent) == spec
+    assert applied.read(config.parent, config) == spec
     assert (config.parent / "applied.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -52,7 +60,7 @@ def test_good_files_are_what_counts(config: Path) -> None:
 
 def test_refused_files_while_engines_live(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = kept(config)
-    monkeypatch.setattr(applied, "_live_state_dirs", lambda: [config.parent / "absent", config.parent])
+    live(monkeypatch, config.parent / "absent", config.parent)
     config.write_text("[supervisor\n", encoding="utf-8")
     (config.parent / "profiles.toml").write_text("[broken", encoding="utf-8")
     chosen = applied.choose(config, trust=False)
@@ -63,6 +71,49 @@ def test_refused_files_while_engines_live(config: Path, monkeypatch: pytest.Monk
     assert chosen.profiles.tables
 
 
+def test_what_another_daemon_applied_is_not_ours(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(config)
+    live(monkeypatch, config.parent)
+    other = config.parent / "other.toml"
+    other.write_text("[supervisor\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        applied.choose(other, trust=False)
+    assert len(caught.value.problems) == 1, "they are watched by theirs"
+
+
+def test_root_believes_only_a_directory_that_nobody_else_could_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user's process may name one."""
+    monkeypatch.setattr(plain, "state_dirs", lambda: ["relative", str(tmp_path / "absent"), str(tmp_path)])
+    monkeypatch.setattr(plain, "living", lambda _: ["a"])
+    tmp_path.chmod(0o777)
+    assert list(applied._living(trust=True)) == []
+    assert list(applied._living(trust=False)) == [(tmp_path, ["a"])]
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o711)
+        assert list(applied._living(trust=True)) == [(tmp_path, ["a"])]
+
+
+def test_engines_that_nobody_will_watch_are_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live(monkeypatch, config.parent)
+    config.write_text("[supervisor\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        applied.choose(config, trust=False)
+    assert str(caught.value.problems[1]) == (
+        f"cannot watch a, b, left running: {config.parent}/applied.json, what was applied last: No such file or "
+        "directory; mend the configuration and start the daemon again: it takes them over"
+    )
+
+
+def test_engines_of_a_daemon_that_runs_are_not_left(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live(monkeypatch, config.parent)
+    config.write_text("[supervisor\n", encoding="utf-8")
+    with lock_state_dir(config.parent), pytest.raises(ConfigError) as caught:
+        applied.choose(config, trust=False)
+    assert len(caught.value.problems) == 1
+
+
 def test_refused_files_and_nothing_lives(config: Path) -> None:
     kept(config)
     config.write_text("[supervisor\n", encoding="utf-8")
@@ -71,7 +122,9 @@ def test_refused_files_and_nothing_lives(config: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2, "tables": {}}', '{"version": 1, "tables": []}',
-                                  '{"version": 1, "tables": {"supervisor": {"unknown": 1}}}'])  # fmt: skip
+                                  '{"version": 1, "tables": {"supervisor": {"unknown": 1}}}',
+                                  '{"version": 1, "tables": {}}'])  # fmt: skip
 def test_what_cannot_be_used_is_as_good_as_absent(tmp_path: Path, text: str) -> None:
     (tmp_path / "applied.json").write_text(text, encoding="utf-8")
-    assert applied.read(tmp_path) is None
+    with pytest.raises(applied.UnusableError):
+        applied.read(tmp_path, tmp_path / "config.toml")

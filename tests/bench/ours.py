@@ -1,0 +1,284 @@
+"""Us alone, over simulated engines: what the daemon costs, how quick it is, and the targets that were set for it."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from tests.bench import scale, split
+from tests.bench.attempts import MISSING, Attempts
+from tests.bench.report import Table, quantile, spread
+from tests.bench.scale import Cost
+from tests.bench.split import Relaunch, Status
+
+UNSEEN_PERCENT: Final = 0.0005
+RELAUNCH_MS: Final = 10
+CPU_PERCENT: Final = 0.3
+CPU_OF_100_PERCENT: Final = 5
+RESIDENT_MIB: Final = 60
+STATUS_MS: Final = 80
+NOTICED_MS: Final = 100
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured: engines with the seconds of their window and the number of adoptions."""
+
+    scales: tuple[tuple[int, float, int], ...] = ((1, 20, 5), (8, 60, 5), (32, 20, 0), (100, 20, 3))
+    kills: int = 30
+    status_runs: int = 20
+    starts: int = 20
+    looks: int = 200
+
+
+QUICK: Final = Size(scales=((1, 5, 1), (8, 5, 1)), kills=3, status_runs=3, starts=2, looks=20)
+_OF_TARGETS: Final = 8
+
+
+def tables(options: argparse.Namespace) -> list[Table]:
+    """All of them."""
+    size = QUICK if options.quick else Size()
+    attempts = Attempts()
+    costs = {one[0]: attempts.of(f"{one[0]} engines", partial(scale.cost, *one)) for one in size.scales}
+    status = {
+        count: attempts.of(f"status of {count}", partial(split.status, count, size.status_runs))
+        for count in (1, _OF_TARGETS, 100)
+    }
+    alone = attempts.of("relaunch of one process", lambda: split.relaunch(size.kills, tree=False))
+    tree = attempts.of("relaunch of a tree", lambda: split.relaunch(size.kills, tree=True))
+    bare = attempts.of("a bare start", lambda: split.bare_start_ms(size.kills))
+    noticed = attempts.of("readiness", lambda: split.noticed_ms(size.starts))
+    looks = attempts.of("looks", lambda: split.look_us(size.looks))
+    grown = attempts.of("imports", split.memory_of_imports_mib)
+    found = [one for one in costs.values() if one is not None]
+    return [
+        _targets(costs, status, alone, noticed, attempts.notes),
+        _scale(found),
+        _threads(found),
+        _turns(found),
+        _adoption(found),
+        _polls(looks, found),
+        _relaunch({"one process": alone, "a tree like vLLM's": tree}, bare),
+        _status_split(status),
+        *([_imports(grown)] if grown else []),
+    ]
+
+
+# ---- the targets ----------------------------------------------------------------------------------------------------
+
+
+def _verdict(value: float, limit: float) -> str:
+    return "reached" if value <= limit else f"**missed**: {value / limit:.1f} times as much"
+
+
+def _times(what: str, times: Sequence[float] | None, limit_ms: float) -> tuple[str, ...]:
+    target = f"≤ {limit_ms:g} ms"
+    if not times:
+        return (what, MISSING, target, "-")
+    return (what, spread(times, "ms"), target, _verdict(statistics.median(times), limit_ms))
+
+
+def _cell(what: str, value: float | None, unit: str, limit: float) -> tuple[str, ...]:
+    target = f"≤ {limit:g} {unit}"
+    return (
+        (what, MISSING, target, "-") if value is None else (what, f"{value:.3g} {unit}", target, _verdict(value, limit))
+    )
+
+
+def _targets(
+    costs: dict[int, Cost | None],
+    status: dict[int, Status | None],
+    alone: Relaunch | None,
+    noticed: list[float] | None,
+    failures: list[str],
+) -> Table:
+    eight, hundred, shown = costs.get(8), costs.get(100), status[_OF_TARGETS]
+    rows = (
+        _times("crash to relaunch, one process, no back-off", alone.total if alone else None, RELAUNCH_MS),
+        _cell("CPU of a core, 8 engines polled every 5 s", eight.cpu_percent if eight else None, "%", CPU_PERCENT),
+        _cell("resident memory, 8 engines", eight.memory.rss_mib if eight else None, "MiB", RESIDENT_MIB),
+        _times(f"`status`, {_OF_TARGETS} engines and six GPUs", shown.status if shown else None, STATUS_MS),
+        _cell("CPU of a core, 100 engines", hundred.cpu_percent if hundred else None, "%", CPU_OF_100_PERCENT),
+        _times("readiness told after the engine answers, while starting", noticed, NOTICED_MS),
+    )
+    notes = (
+        "Medians are judged. The tables below say where each goes.",
+        (
+            "All parts on: `/metrics` is served and was scraped, a webhook by HTTPS is set up (and refuses), history "
+            "is written. No GPU here, so no helper for NVML."
+        ),
+        *failures,
+    )
+    return Table("Targets", ("what", "measured", "target", ""), rows, notes)
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+
+
+def _scale(found: Sequence[Cost]) -> Table:
+    rows = tuple(
+        (
+            str(one.engines),
+            f"{one.cpu_percent:.3f}",
+            f"{one.floor_percent:.3f}",
+            f"{one.cpu_percent / one.engines:.4f}",
+            f"{one.memory.rss_mib:.1f} ({one.memory.pss_mib:.1f})",
+            str(one.threads),
+            str(one.fds),
+        )
+        for one in found
+    )
+    notes = ["Floor: a bare Python whose sockets ask the same of the same engines and look at no answer."]
+    if len(found) > 1:
+        first, last = found[0], found[-1]
+        more = last.engines - first.engines
+        notes.append(
+            f"From {first.engines} to {last.engines} engines each one more costs"
+            f" {(last.cpu_percent - first.cpu_percent) / more:.4f} % of a core,"
+            f" {(last.memory.rss_mib - first.memory.rss_mib) / more * 1024:.0f} KiB,"
+            f" {(last.threads - first.threads) / more:.2f} threads and"
+            f" {(last.fds - first.fds) / more:.2f} file descriptors."
+        )
+    header = ("engines", "CPU, % of a core", "floor", "CPU by engine", "MiB (PSS)", "threads", "file descriptors")
+    return Table("Cost by number of engines, polled every 5 s", header, rows, tuple(notes))
+
+
+def _threads(found: Sequence[Cost]) -> Table:
+    kinds = sorted(
+        {kind for one in found for kind, used in one.by_thread.items() if used > UNSEEN_PERCENT},
+        key=lambda kind: -max(one.by_thread.get(kind, 0) for one in found),
+    )
+    rows = tuple((kind, *(f"{one.by_thread.get(kind, 0):.3f}" for one in found)) for kind in kinds)
+    header = ("thread", *(f"{one.engines} engines" for one in found))
+    return Table("CPU by kind of thread, % of a core", header, rows)
+
+
+def _turns(found: Sequence[Cost]) -> Table:
+    rows = []
+    for one in found:
+        if turns := one.turns_ms:
+            cells = (f"{quantile(turns, part):.2f}" for part in (0.5, 0.99))
+            rows.append((str(one.engines), str(len(turns)), *cells, f"{max(turns):.2f}"))
+    notes = (
+        (
+            "A turn is one observation: decided, persisted, published, set in motion. Whatever comes meanwhile waits "
+            "for its end. Each turn of the window, by a probe in the daemon; `/metrics` has the same as a histogram."
+        ),
+    )
+    header = ("engines", "turns", "p50, ms", "p99, ms", "max, ms")
+    return Table("Turns of the loop", header, tuple(rows), notes)
+
+
+def _adoption(found: Sequence[Cost]) -> Table:
+    rows = tuple(
+        (
+            str(one.engines),
+            spread([adoption.answers_s for adoption in one.adoptions], "s", 2),
+            spread([adoption.ready_s for adoption in one.adoptions], "s", 2),
+            spread([adoption.cpu_s for adoption in one.adoptions], "s", 2),
+        )
+        for one in found
+        if one.adoptions
+    )
+    notes = (
+        (
+            "SIGKILL of the daemon, and from the start of the next one: until it answers, and until its status shows "
+            "all engines as ready, in the processes that they had."
+        ),
+    )
+    return Table(
+        "Adoption",
+        ("engines", "until `status` answers", "until all are ready", "CPU of the daemon until then"),
+        rows,
+        notes,
+    )
+
+
+def _polls(looks: list[float] | None, found: Sequence[Cost]) -> Table:
+    rows = (
+        [("one look: `/health` and `/metrics` over a new connection, parsed", spread(looks, "µs", 0))] if looks else []
+    )
+    if len(found) > 1:
+        first, last = found[0], found[-1]
+        slope = (last.cpu_percent - first.cpu_percent) / (last.engines - first.engines) / 100 * scale.POLL_S * 1e6
+        rows.append(
+            (f"all that one more look causes, from {first.engines} to {last.engines} engines", f"{slope:.0f} µs")
+        )
+    notes = (
+        (
+            "The first is CPU of the looking thread, one look after the other. The second has everything in it: "
+            "looking at processes, turns, rules, history, threads that wait."
+        ),
+    )
+    return Table("CPU of a poll", ("what", "CPU"), tuple(rows), notes)
+
+
+# ---- where time and memory go ---------------------------------------------------------------------------------------
+
+
+def _relaunch(found: dict[str, Relaunch | None], bare: list[float] | None) -> Table:
+    rows, notes = [], []
+    for kind, one in found.items():
+        if one is None:
+            continue
+        count = statistics.median(one.fsyncs)
+        cells = (spread(one.told, "ms"), f"{spread(one.fsync, 'ms')} in {count:g}", spread(one.spawn, "ms"))
+        rows.append((kind, spread(one.total, "ms"), *cells))
+        left = [total - fsync for total, fsync in zip(one.total, one.fsync, strict=True)]
+        notes.append(f"{kind}: {spread(left, 'ms')} without the time in fsync.")
+    if bare:
+        notes.append(
+            f"The same script started by nothing but `subprocess`, to its first instruction: {spread(bare, 'ms')}."
+        )
+    notes.append("By a probe in the daemon. Parts may overlap: fsyncs of two threads, the spawn with either.")
+    header = ("engine", "SIGKILL to first instruction", "until the exit is told", "in fsync", "in the spawn")
+    return Table("Crash to relaunch, and where it goes", header, tuple(rows), tuple(notes))
+
+
+def _status_split(status: dict[int, Status | None]) -> Table:
+    rows = []
+    for count, one in status.items():
+        if one is None:
+            continue
+        bare, ours, others = statistics.median(one.bare), one.ours_us / 1000, one.others_us / 1000
+        rest = statistics.median(one.status) - bare
+        cells = (
+            spread(one.status, "ms"),
+            spread(one.floor, "ms"),
+            f"{bare:.1f}",
+            f"{ours:.1f}",
+            f"{others:.1f}",
+            f"{rest:.1f}",
+        )
+        rows.append((str(count), *cells))
+    notes = (
+        (
+            "Floor: `python -c 'import argparse, json, socket'`, by turns with it. Imports are as `-X importtime` has "
+            "them, which takes time itself: they say which part is large, and do not add up."
+        ),
+    )
+    header = (
+        "engines",
+        "status",
+        "floor",
+        "bare Python, ms",
+        "our modules, ms",
+        "other modules, ms",
+        "all beside bare Python, ms",
+    )
+    return Table("`status`, and where it goes", header, tuple(rows), notes)
+
+
+def _imports(grown: list[tuple[str, float]]) -> Table:
+    rows = tuple((name, f"{size:.1f}") for name, size in grown)
+    notes = (
+        (
+            f"A Python that imports these in this order; together {sum(size for _, size in grown):.1f} MiB. What the "
+            "daemon has beyond that is its own work."
+        ),
+    )
+    return Table("Memory of what is imported", ("import", "resident, MiB"), rows, notes)

@@ -1,0 +1,288 @@
+"""What the daemon costs a real engine: time to ready, the first request after it, throughput."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from tests.bench import real_engine, real_figures
+from tests.bench.real_engine import Build
+from tests.bench.report import Table, quantile, spread
+from tests.daemon.harness import Daemon
+from tests.sim.engine import free_port, wait_until
+from tests.sim.engine import http as ask
+
+POLL_S = 5
+PROMPT_TOKENS, ANSWER_TOKENS = 128, 32
+SETTLED = 30
+STREAMS = 4
+WINDOW_PROMPTS, WINDOW_ANSWERS = (16, 64), (64, 128)
+SETTLE_S = 3.0
+EVERY_S = 0.01
+"""How often it is looked whether an engine answers; the same for ours and for a bare one."""
+
+ORDER = ("with", "without", "without", "with")
+
+
+class Start(NamedTuple):
+    """One start, in seconds. Of a bare engine only what it has: its start, and its first completions."""
+
+    engine_s: float  # started to /health 200
+    first: real_engine.Answer
+    settled: tuple[real_engine.Answer, ...]
+    spawn_s: float = 0.0  # daemon started to engine started
+    noticed_s: float = 0.0  # /health 200 to the daemon's knowing it
+    warmup_s: float = 0.0
+    said_s: float = 0.0  # ready decided to the status document's saying so
+
+    @property
+    def ready_s(self) -> float:
+        """Engine started to ready."""
+        return self.engine_s + self.noticed_s + self.warmup_s + self.said_s
+
+
+class Window(NamedTuple):
+    """Tokens per second of one window, with or without the daemon."""
+
+    kind: str
+    tokens_per_s: float
+
+
+def tables(options: argparse.Namespace) -> list[Table]:
+    """All parts; with `options.quick` one start of each kind and four pairs of short windows."""
+    build = real_engine.build(options.vllm, options.model, gpu=options.gpu)
+    with real_engine.ended_by_signals():
+        ours, bare = starts(build, 1 if options.quick else 5)
+        blocks, window_s = (2, 5.0) if options.quick else (6, 20.0)
+        measured = windows(build, blocks, window_s)
+    return [start_table(ours, bare), first_table(ours, bare), throughput_table(measured, window_s)]
+
+
+def starts(build: Build, count: int) -> tuple[list[Start], list[Start]]:
+    """Ours and bare ones, one after the other in turn."""
+    ours, bare = [], []
+    for number in range(count):
+        print(f"real: starts, {number + 1} of {count}", flush=True)
+        bare.append(bare_start(build))
+        ours.append(our_start(build))
+    return ours, bare
+
+
+def bare_start(build: Build) -> Start:
+    """`vllm serve` by itself."""
+    port = free_port()
+    with tempfile.TemporaryFile() as log:
+        began = time.time()
+        with _session(real_engine.argv(build, port), real_engine.bare_environment(build), log.fileno()) as process:
+            wait_until(lambda: answers(port) or process.poll() is not None, real_engine.READY_S, "/health", EVERY_S)
+            healthy = time.time()
+            assert process.poll() is None, f"vllm serve ended with {process.returncode}"
+            return Start(healthy - began, *first_and_settled(port))
+
+
+def our_start(build: Build) -> Start:
+    """The same by the daemon, as configured by default. Its records say when it did what."""
+    port = free_port()
+    with Daemon(real_engine.section(build, port), poll_interval_s=POLL_S) as daemon:
+        began = time.time()
+        daemon.start_as(wait=False)
+        wait_until(lambda: answers(port), real_engine.READY_S, "/health", EVERY_S)
+        healthy = time.time()
+        daemon.wait_state("a", "ready", real_engine.READY_S)
+        said = time.time()
+        requests = first_and_settled(port)
+        spawned, answering, ready = (_at(daemon.wait_event(kind)) for kind in ("spawned", "answering", "ready"))
+        # Whoever of us two looked first saw it first: less than no time is none.
+        noticed = max(answering, healthy)
+        return Start(
+            healthy - spawned, *requests, spawned - began, noticed - healthy, ready - noticed, max(0.0, said - ready)
+        )
+
+
+def first_and_settled(port: int) -> tuple[real_engine.Answer, tuple[real_engine.Answer, ...]]:
+    """The very first request of a client, and so many after it: the same length, never the same words."""
+    rng = random.Random(port)
+    client = real_engine.Client(port)
+    try:
+        first, *settled = (
+            client.complete([rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)], ANSWER_TOKENS)
+            for _ in range(1 + SETTLED)
+        )
+    finally:
+        client.close()
+    return first, tuple(settled)
+
+
+def windows(build: Build, blocks: int, window_s: float) -> list[Window]:
+    """One engine under a steady load, while the daemon is there and not there in turn (ABBA, so that drift cancels).
+
+    Without it: it is killed, and the engine goes on. With it: it is started again, and adopts the engine.
+    """
+    port = free_port()
+    found = []
+    with Daemon(real_engine.section(build, port), poll_interval_s=POLL_S) as daemon:
+        daemon.start()
+        ready = daemon.wait_state("a", "ready", real_engine.READY_S)
+        with real_engine.load(port, STREAMS, WINDOW_PROMPTS, WINDOW_ANSWERS) as load:
+            load.streams = STREAMS
+            time.sleep(2 * SETTLE_S)
+            there = True
+            for number, kind in enumerate(ORDER * blocks):
+                if there and kind == "without":
+                    daemon.kill()
+                elif not there and kind == "with":
+                    daemon.start()
+                    adopted = daemon.wait_state("a", "ready")
+                    assert (adopted["pid"], adopted["generation"]) == (ready["pid"], 1), adopted
+                there = kind == "with"
+                time.sleep(SETTLE_S)
+                found.append(Window(kind, tokens_per_s(port, window_s)))
+                print(f"real: window {number + 1} of {4 * blocks}, {found[-1]}", flush=True)
+        assert load.failures == [], load.failures
+    return found
+
+
+def tokens_per_s(port: int, window_s: float) -> float:
+    """By the engine's own counter, so that no request under way is lost."""
+    before, began = _generated(port), time.monotonic()
+    time.sleep(window_s)
+    after, ended = _generated(port), time.monotonic()
+    return (after - before) / (ended - began)
+
+
+def start_table(ours: Sequence[Start], bare: Sequence[Start]) -> Table:
+    """Where the time of a start goes."""
+
+    def row(name: str, mine: Sequence[float], others: Sequence[float] = ()) -> tuple[str, str, str]:
+        return (name, spread(mine, "s", 2), spread(others, "s", 2) if others else "")
+
+    added = [1000 * (start.noticed_s + start.said_s) for start in ours]
+    rows = (
+        ("daemon started to engine started", spread([1000 * start.spawn_s for start in ours], "ms", 0), ""),
+        row("engine started to /health 200", [s.engine_s for s in ours], [s.engine_s for s in bare]),
+        ("/health 200 to noticed by the daemon", spread([1000 * start.noticed_s for start in ours], "ms", 0), ""),
+        row("warm-up", [s.warmup_s for s in ours]),
+        ("ready to said by `status`", spread([1000 * start.said_s for start in ours], "ms", 0), ""),
+        row("engine started to ready (bare: to /health 200)", [s.ready_s for s in ours], [s.engine_s for s in bare]),
+        row(
+            "engine started to first completion answered",
+            [s.ready_s + s.first.total_s for s in ours],
+            [s.engine_s + s.first.total_s for s in bare],
+        ),
+        ("added by supervision after /health 200, without the warm-up", spread(added, "ms", 0), ""),
+    )
+    notes = (
+        f"`vllm serve` with the same flags, bare and ours in turn; /health is asked every {1000 * EVERY_S:.0f} ms.",
+        "Ours adds the flags --shutdown-timeout and --disable-access-log-for-endpoints.",
+        "Differences between the two starts up to /health 200 are noise of the machine as long as the ranges overlap.",
+    )
+    return Table("Start to ready", ("", "ours", "bare `vllm serve`"), rows, notes)
+
+
+def first_table(ours: Sequence[Start], bare: Sequence[Start]) -> Table:
+    """The first request against the settled ones of the same start."""
+
+    def row(name: str, value: Callable[[real_engine.Answer], float], group: Sequence[Start]) -> tuple[str, ...]:
+        firsts = [1000 * value(start.first) for start in group]
+        settled = [statistics.median(1000 * value(answer) for answer in start.settled) for start in group]
+        slow = [quantile([1000 * value(answer) for answer in start.settled], 0.9) for start in group]
+        ratios = [a / b for a, b in zip(firsts, settled, strict=True)]
+        noise = [a / b for a, b in zip(slow, settled, strict=True)]
+        return (
+            name,
+            spread(firsts, "ms"),
+            spread(settled, "ms"),
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{statistics.median(noise):.2f}",
+        )
+
+    groups = (("ours, after READY", ours), ("bare, after /health 200", bare))
+    values: tuple[tuple[str, Callable[[real_engine.Answer], float]], ...] = (
+        ("time to first token", lambda answer: answer.first_s),
+        ("whole answer", lambda answer: answer.total_s),
+    )
+    rows = tuple(row(f"{who}: {what}", value, group) for what, value in values for who, group in groups)
+    header = ("", "first request", "settled (median of a start)", "first / settled", "settled p90 / settled")
+    lengths = (
+        f"{PROMPT_TOKENS} tokens of prompt and {ANSWER_TOKENS} of answer, one request at a time on one connection;"
+        f" settled: the {SETTLED} after the first."
+    )
+    chance = (
+        "Last column: one settled request in ten exceeds this; a ratio of one request below it is no sign of anything."
+    )
+    notes = (lengths, chance)
+    return Table("First request after READY", header, rows, notes)
+
+
+def throughput_table(measured: Sequence[Window], window_s: float) -> Table:
+    """Tokens per second with and without the daemon."""
+    pairs = []
+    for one, other in zip(measured[::2], measured[1::2], strict=True):
+        by_kind = {window.kind: window.tokens_per_s for window in (one, other)}
+        pairs.append((by_kind["with"], by_kind["without"]))
+    found = real_figures.ratio(pairs)
+    rows = (
+        ("with the daemon", spread([a for a, _ in pairs], "tokens/s", 0)),
+        ("without", spread([b for _, b in pairs], "tokens/s", 0)),
+        ("with / without (95 % CI)", f"{found.value:.4f} ({found.low:.4f} to {found.high:.4f}, {len(pairs)} pairs)"),
+    )
+    order = (
+        f"One engine all the time, {STREAMS} streams of completions; windows of {window_s:g} s in the order"
+        f" {', '.join(ORDER)}. Without: the daemon is killed, the engine goes on; with: it is started and adopts it."
+    )
+    ratios = (
+        f"The daemon polls every {POLL_S} s. Geometric mean of the ratios of neighbouring windows, Student's t on their"
+        " logarithms; tokens are those of the engine's own counter."
+    )
+    notes = (order, ratios)
+    return Table("Throughput", ("", "seen"), rows, notes)
+
+
+def answers(port: int) -> bool:
+    """Whether /health says 200."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return ask("GET", f"http://127.0.0.1:{port}/health", timeout_s=5).status == http.HTTPStatus.OK
+    return False
+
+
+def _generated(port: int) -> float:
+    text = ask("GET", f"http://127.0.0.1:{port}/metrics", timeout_s=30).text
+    lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _at(event: dict[str, str]) -> float:
+    return datetime.fromisoformat(event["timestamp"].replace("Z", "+00:00")).timestamp()
+
+
+@contextlib.contextmanager
+def _session(command: Sequence[str], environment: dict[str, str], output: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process and all that it starts, none of which is left."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

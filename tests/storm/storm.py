@@ -1,0 +1,313 @@
+"""The storm: seeded faults of all kinds, one after the other and over each other, and what must hold all the while."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from supervisord.core.incident import Event
+from supervisord.history_read import Reader
+from supervisord.history_store import FILE
+from tests.daemon.outside import engine_processes
+from tests.sim.engine import wait_until
+from tests.storm import engine_faults, gpu_faults, ledger, node_faults
+from tests.storm.faults import KINDS, Fault, NotNowError, On, Undo
+from tests.storm.ledger import Start, Told
+from tests.storm.stage import BACKOFF_MAX_S, PAIR, Stage
+from tests.storm.witness import Witness
+
+SOURCES = (engine_faults, gpu_faults, node_faults)
+"""Imported, so that their kinds are known."""
+
+GAP_S = float(os.environ.get("STORM_GAP_S", "0.3"))
+"""Between two faults, on average."""
+CALM_EVERY_S = 300.0
+"""So often a long storm lets everything come to rest and looks at the books."""
+CONVERGED_S = 150.0
+OVERTIME_S = 240.0
+"""So much longer a storm goes on until each kind has had its minimum."""
+HISTORY_S = 60.0
+"""What is told is in the history by then, with a disk that was full before."""
+SHOWN = 40
+DULL = frozenset({"config_warning", "refused"})
+"""Kinds of events that tell nothing about a violation."""
+
+
+class StormError(AssertionError):
+    """Something does not hold; the text has the seed, the last faults, and what the daemon said."""
+
+
+@dataclass(order=True)
+class Open:
+    """A fault that is to be undone."""
+
+    until: float
+    number: int
+    kind: Fault = field(compare=False)
+    engines: tuple[str, ...] = field(compare=False)
+    undo: Undo = field(compare=False)
+
+
+class Storm:
+    """Of one stage, for `lasts_s`. The order of faults and every choice in them come from the seed."""
+
+    def __init__(self, stage: Stage, witness: Witness, seed: int, lasts_s: float, minimum: int) -> None:
+        self._stage = stage
+        self._witness = witness
+        self._seed = seed
+        self._lasts_s = lasts_s
+        self._minimum = minimum
+        self._kinds = {name: kind for name, kind in KINDS.items() if name != "disk_full" or stage.has_disk}
+        self._open: list[Open] = []
+        self._began = time.monotonic()
+        self._forgiven: list[tuple[float, float]] = []
+        self._full_since, self._full_until = 0.0, -HISTORY_S
+        self._rests = 0
+        self.counts: Counter[str] = Counter()
+        self.told: list[str] = []
+
+    def run(self) -> None:
+        """Rage, and come to rest. Raises StormError."""
+        try:
+            self._stage.start()
+            self._rest()
+            self._rage()
+            self._rest()
+            self._stop()
+        except StormError:
+            raise
+        except AssertionError as error:
+            raise self._error([str(error)]) from error
+
+    def _rage(self) -> None:
+        order, waiting = self._order(), list[tuple[int, Fault]]()
+        until, calm_at = time.monotonic() + self._lasts_s, time.monotonic() + CALM_EVERY_S
+        while time.monotonic() < until or self._lacking():
+            if time.monotonic() > until + OVERTIME_S:
+                raise self._error([f"could not be staged {self._minimum} times: {', '.join(self._lacking())}"])
+            if time.monotonic() > calm_at:
+                self._rest()
+                calm_at = time.monotonic() + CALM_EVERY_S
+            number, kind = next(order)
+            if time.monotonic() >= until and kind.name not in self._lacking():
+                continue
+            waiting = [later for later in [*waiting, (number, kind)] if not self._try(*later)]
+            # What cannot be staged for long will be drawn again.
+            waiting = waiting[-10:]
+            self._pause(Random(f"{self._seed}:{number}:pause").random() * 2 * GAP_S)
+
+    def _order(self) -> Iterator[tuple[int, Fault]]:
+        """Rounds of all kinds, each in an order of its own."""
+        rng, number = Random(self._seed), 0
+        while True:
+            for name in rng.sample(sorted(self._kinds), len(self._kinds)):
+                number += 1
+                yield number, self._kinds[name]
+
+    def _lacking(self) -> list[str]:
+        return [name for name in self._kinds if self.counts[name] < self._minimum]
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            self._undo_due(time.monotonic())
+            self._check()
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(left_s, 0.05))
+
+    # --- faults ---
+
+    def _try(self, number: int, kind: Fault) -> bool:
+        rng = Random(f"{self._seed}:{number}")
+        candidates = [""]
+        if kind.on in {On.ENGINE, On.GPU}:
+            candidates = rng.sample(self._stage.victims, len(self._stage.victims))
+            with self._witness.blaming() as blame:
+                candidates.sort(key=blame.open_faults)
+        return any(self._begin(number, kind, name) for name in candidates)
+
+    def _begin(self, number: int, kind: Fault, name: str) -> bool:
+        stage = self._stage
+        befalls = {On.ENGINE: [name], On.GPU: stage.sharing(name) if name else [], On.ALL: [*stage.sims]}
+        befalls[On.GPUS] = [victim for victim in stage.victims if stage.gpus_of(victim)]
+        engines, rng = tuple(befalls.get(kind.on, ())), Random(f"{self._seed}:{number}:{name}")
+        began = time.monotonic()
+        with self._witness.blaming() as blame:
+            blame.begin(engines)
+        if kind.on is On.SIGHT:
+            self._blind()
+        try:
+            undo = kind.begin(stage, name, rng)
+        except NotNowError:
+            self._end(engines)
+            return False
+        self.counts[kind.name] += 1
+        self._say(number, kind, name, "")
+        self._forgive(kind, began)
+        if undo is None:
+            self._end(engines)
+        else:
+            at = time.monotonic() + rng.uniform(*kind.lasts_s)
+            heapq.heappush(self._open, Open(at, number, kind, engines, undo))
+        return True
+
+    def _undo_due(self, now: float) -> None:
+        while self._open and self._open[0].until <= now:
+            over = heapq.heappop(self._open)
+            over.undo()
+            self._end(over.engines)
+            if over.kind.on is On.SIGHT:
+                self._blind()
+            self._say(over.number, over.kind, ",".join(over.engines), "over")
+
+    def _end(self, engines: tuple[str, ...]) -> None:
+        with self._witness.blaming() as blame:
+            blame.end(engines)
+
+    def _blind(self) -> None:
+        with self._witness.blaming() as blame:
+            blame.blind([name for name in self._stage.sims if self._stage.gpus_of(name)], time.monotonic())
+
+    def _forgive(self, kind: Fault, began: float) -> None:
+        """When what was told may miss in the history: what a killed daemon had not written yet."""
+        if kind.name.startswith("daemon_sigkill"):
+            full = [over for over in self._open if over.kind.name == "disk_full"]
+            since = self._full_since if full or time.monotonic() < self._full_until + HISTORY_S else began
+            self._forgiven.append((since - ledger.KILL_LOSES_S, time.monotonic()))
+        elif kind.name == "disk_full":
+            if time.monotonic() > self._full_until + HISTORY_S:
+                self._full_since = began
+            self._full_until = began + kind.lasts_s[1]
+
+    def _say(self, number: int, kind: Fault, whom: str, what: str) -> None:
+        at_s = time.monotonic() - self._began
+        self.told.append(f"{at_s:8.2f} #{number} {kind.name}{f' of {whom}' if whom else ''} {what}".rstrip())
+
+    # --- what must hold ---
+
+    def _check(self) -> None:
+        if self._witness.violations:
+            raise self._error(self._witness.violations)
+
+    def _rest(self) -> None:
+        """Undo everything; all must be ready within bounds, nothing left over, and the books must be right."""
+        stage, daemon = self._stage, self._stage.daemon
+        self.told.append(f"{time.monotonic() - self._began:8.2f} --- rest")
+        self._undo_due(float("inf"))
+        for sim in stage.sims.values():
+            sim.mood.clear()
+        stage.settle(CONVERGED_S)
+        self._check()
+        wait_until(self._nothing_else_lives, 30, "leftovers of earlier generations to be gone", every_s=0.1)
+        daemon.assert_no_bug()
+        self._books()
+        self._rests += 1
+
+    def _nothing_else_lives(self) -> bool:
+        """Every process of an engine is of the generation that status shows, and its main process is among them."""
+        engines = {e["name"]: e for e in self._stage.status().get("engines", ())}
+        found = engine_processes(self._stage.daemon.state_dir)
+        known = all(seen.engine in engines and engines[seen.engine]["generation"] == seen.generation for seen in found)
+        return bool(engines) and known and {e["pid"] for e in engines.values()} <= {seen.pid for seen in found}
+
+    def _books(self) -> None:
+        reader = Reader(self._stage.daemon.state_dir / FILE)
+        self._witness.read_log()
+        log = [Told(line.at, line.document) for line in self._witness.log]
+        problems: list[str] = []
+
+        def right() -> bool:
+            events = list(_all_events(reader))
+            problems[:] = ledger.missing(log, events, self._forgiven)
+            problems[:] += ledger.too_hasty(events, BACKOFF_MAX_S)
+            problems[:] += ledger.out_of_turn(events, PAIR)
+            return not problems
+
+        with contextlib.suppress(AssertionError):
+            wait_until(right, HISTORY_S, "the history to be written", every_s=1.0)
+        living = {e["name"]: e["generation"] for e in self._stage.status().get("engines", ()) if e["pid"]}
+        problems += ledger.unexplained(
+            self._starts(), log, living, ledger.Ends(self._witness.last_seen, self._stage.kills)
+        )
+        if problems:
+            raise self._error(problems)
+
+    def _starts(self) -> Iterator[Start]:
+        for name, sim in self._stage.sims.items():
+            for start in sim.starts():
+                yield Start(name, int(start["env"]["SUPERVISED_GENERATION"]), start["pid"])
+
+    def _stop(self) -> None:
+        stage = self._stage
+        stage.down()
+        began = time.monotonic()
+        code = stage.daemon.stop()
+        took_s = time.monotonic() - began
+        self.told.append(f"{began - self._began:8.2f} --- stop, {took_s:.1f} s")
+        left = [f"{seen}" for seen in engine_processes(stage.daemon.state_dir)]
+        if code != 0 or left:
+            raise self._error([f"the daemon ended with {code} and left {left}"])
+        self._witness.read_log()
+        self._check()
+
+    # --- telling ---
+
+    def _error(self, problems: list[str]) -> StormError:
+        self._witness.read_log()
+        log = [line.document for line in self._witness.log if line.document["kind"] not in DULL]
+        parts = [
+            f"STORM_SEED={self._seed} STORM_S={self._lasts_s:g}",
+            *problems[:SHOWN],
+            f"--- the last faults of {sum(self.counts.values())}",
+            *self.told[-SHOWN:],
+            "--- the daemon's log",
+            *map(_shown, log[-4 * SHOWN :]),
+        ]
+        return StormError("\n".join(parts))
+
+    def report(self) -> str:
+        """What happened, in figures."""
+        most, log = self._witness.most, [line.document for line in self._witness.log]
+        answers = sorted(most.answers_s)
+        kinds = Counter(document["kind"] for document in log)
+        generations = {name: len(sim.starts()) for name, sim in self._stage.sims.items()}
+        rows = {
+            "faults": _counted(self.counts),
+            "starts": ", ".join(f"{name} {count}" for name, count in generations.items()),
+            "events": _counted(kinds),
+            "status": f"{len(answers)} answers, median {statistics.median(answers) * 1e3:.0f} ms, "
+            f"p99 {answers[int(len(answers) * 0.99)] * 1e3:.0f} ms, longest {answers[-1] * 1e3:.0f} ms",
+            "books": f"{self._rests} times at rest with all engines ready and the books right; "
+            f"{len(self._stage.kills)} kills of the daemon",
+            "daemon": f"at most {most.rss_mib:.0f} MiB, {most.descriptors} descriptors, {most.threads} threads",
+            "seen": f"{most.looks} looks at all processes; {self._stage.receiver.received} notices received",
+        }
+        took_s = time.monotonic() - self._began
+        total = f"{sum(self.counts.values())} faults of {len(self.counts)} kinds in {took_s:.0f} s"
+        return "\n".join([f"STORM_SEED={self._seed}: {total}", *(f"  {name}: {row}" for name, row in rows.items())])
+
+
+def _all_events(reader: Reader) -> Iterator[Event]:
+    after, more = 0, True
+    while more:
+        page = reader.page(None, None, after, 1000)
+        yield from page.events
+        after, more = page.last_id, page.more
+
+
+def _shown(document: dict[str, object]) -> str:
+    engine = document.get("engine")
+    return f"{document['timestamp']} {document['kind']} {f'{engine} ' if engine else ''}{document['event']}"[:300]
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

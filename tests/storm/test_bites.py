@@ -1,0 +1,245 @@
+"""The storm's invariants bite: what they are there for is staged by hand, and each sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from supervisord.core.incident import Event
+from supervisord.core.messages import Severity
+from tests.sim.engine import wait_until
+from tests.storm import ledger
+from tests.storm.blame import BLIND_S, REST_S, Blame
+from tests.storm.ledger import Ends, Start, Told
+from tests.storm.stage import Stage
+from tests.storm.witness import Witness
+
+# --- who may be restarted ---------------------------------------------------------------------------------------------
+
+
+def test_a_restart_without_a_fault_is_seen() -> None:
+    blame = Blame("ab")
+    assert blame.seen("a", "starting", 1, 1.0) is None, "it begins"
+    assert blame.seen("a", "ready", 1, 2.0) is None
+    assert "generation 1 to 2" in str(blame.seen("a", "ready", 2, 3.0))
+    assert "draining" in str(blame.seen("a", "draining", 2, 4.0))
+
+
+def test_a_fault_excuses_until_the_engine_was_well_for_a_while() -> None:
+    blame = Blame("ab")
+    for name in "ab":
+        blame.seen(name, "ready", 1, 0.0)
+    blame.begin("a")
+    assert blame.seen("a", "starting", 2, 1.0) is None
+    assert "b was restarted" in str(blame.seen("b", "ready", 2, 1.0)), "nothing was done to b"
+    assert blame.seen("a", "ready", 2, 2.0) is None
+    blame.end("a")
+    assert blame.seen("a", "ready", 2, 100.0) is None
+    assert blame.seen("a", "ready", 3, 100.0 + REST_S / 2) is None, "its rules may still have evidence"
+    assert blame.seen("a", "ready", 3, 200.0) is None
+    assert blame.seen("a", "ready", 4, 200.1) is not None
+
+
+def test_what_nobody_could_see_comes_out_later() -> None:
+    blame = Blame("ab")
+    for name in "ab":
+        blame.seen(name, "ready", 1, 0.0)
+    blame.begin("a")
+    blame.end("a")
+    blame.seen("a", "ready", 1, 1.0)
+    blame.blind("ab", 10.0)
+    assert not blame.well("a", 10.0 + BLIND_S)
+    assert blame.well("a", 10.0 + BLIND_S + REST_S)
+    assert blame.well("b", 11.0), "nothing was ever done to b"
+
+
+def test_what_a_new_daemon_found_may_start_but_not_be_another_generation() -> None:
+    blame = Blame("a")
+    blame.seen("a", "ready", 1, 0.0)
+    assert blame.seen("a", "starting", 1, 1.0, adopting=True) is None
+    assert blame.seen("a", "starting", 2, 2.0, adopting=True) is not None
+
+
+# --- the books --------------------------------------------------------------------------------------------------------
+
+
+def event(kind: str, now: float, **numbers: float) -> Event:
+    return Event(
+        id=1,
+        at=now,
+        boot_id="boot",
+        now=now,
+        severity=Severity.INFO,
+        kind=kind,
+        engine="a",
+        generation=1,
+        reason=None,
+        message=f"{kind} a",
+        numbers=numbers,
+    )
+
+
+def line(kind: str, engine: str = "a", generation: int = 1) -> dict[str, object]:
+    return {"kind": kind, "engine": engine, "generation": generation, "event": f"{kind} {engine}", "timestamp": "T"}
+
+
+def test_what_misses_in_the_history_is_seen() -> None:
+    log = [Told(5.0, line("spawned")), Told(6.0, line("exited")), Told(7.0, line("exited"))]
+    history = [event("spawned", 5.0), event("exited", 6.0)]
+    (lost,) = ledger.missing(log, history, [])
+    assert "exited a" in lost
+    assert ledger.missing(log, history, [(6.5, 7.5)]) == [], "a daemon was killed then"
+
+
+def test_the_same_sentence_again_does_not_stand_for_the_one_that_misses() -> None:
+    log = [Told(at, line("exited")) for at in (5.0, 60.0, 120.0)]
+    history = [event("exited", 60.0), event("exited", 120.0)]
+    assert len(ledger.missing(log, history, [])) == 1
+    assert ledger.missing(log, history, [(4.0, 6.0)]) == []
+    assert len(ledger.missing(log, history, [(119.0, 121.0)])) == 1
+
+
+def test_losses_that_were_told_are_counted() -> None:
+    """So many may be missing, and not one more."""
+    told = {**line("history", "", 0), "event": "2 events and 7 observations are missing in the history: the disk"}
+    log = [Told(float(n), line("exited", generation=n)) for n in range(1, 4)]
+    assert len(ledger.missing([*log, Told(9.0, told)], [], [])) == 1
+    assert ledger.missing([*log[:2], Told(9.0, told)], [], []) == []
+
+
+def test_processes_that_nobody_told_of_are_seen() -> None:
+    log = [Told(1.0, line("spawned")), Told(2.0, line("exited")), Told(3.0, line("spawned", generation=2))]
+    good = [Start("a", 1, 10), Start("a", 2, 20)]
+    calm = Ends({}, [])
+    assert ledger.unexplained(good, log, {"a": 2}, calm) == []
+    assert "ran twice" in " ".join(ledger.unexplained([*good, Start("a", 1, 11)], log, {"a": 2}, calm))
+    twice = ledger.unexplained([*good, Start("a", 3, 30)], log, {"a": 2}, calm)
+    assert "generation 3 of a (pid 30)" in " ".join(twice)
+    assert "the end of generation 2 of a" in " ".join(ledger.unexplained(good, log, {}, calm))
+
+
+@pytest.mark.parametrize(
+    ("killed", "told"),
+    [([], False), ([50.0], False), ([59.0], False), ([60.5], True), ([80.0], False), ([20.0, 61.0], True)],
+)
+def test_an_end_is_told_unless_the_daemon_was_killed_over_it(killed: list[float], told: bool) -> None:
+    """One that comes while no daemon runs is told by the next."""
+    ends = Ends({("a", 1): 60.0}, killed)
+    assert (ledger.unexplained([Start("a", 1, 10)], [Told(1.0, line("spawned"))], {}, ends) == []) is told
+
+
+@pytest.mark.parametrize(
+    ("before", "reason", "wrong"),
+    [
+        ((("b", "exited"),), "kv_shortfall", True),
+        ((("b", "exited"),), "stalled", False),
+        ((("b", "exited"), ("b", "ready")), "kv_shortfall", False),
+        ((("b", "exited"), ("b", "stopped")), "kv_shortfall", False),
+        ((("b", "exited"), (None, "daemon_started")), "kv_shortfall", False),
+        ((("other", "exited"),), "kv_shortfall", False),
+        ((), "kv_shortfall", False),
+    ],
+)
+def test_a_voluntary_restart_of_the_last_replica_is_seen(
+    before: tuple[tuple[str | None, str], ...], reason: str, wrong: bool
+) -> None:
+    told = [replace(event(kind, 1.0), engine=engine) for engine, kind in before]
+    found = ledger.out_of_turn([*told, replace(event("draining", 2.0), reason=reason)], ("a", "b"))
+    assert bool(found) is wrong
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "spent", "spawned_at", "asked", "wrong"),
+    [
+        (2.0, 1, 3.1, False, None),
+        (2.0, 1, 2.5, False, "1.50 s after it was told to wait 2.0 s"),
+        (2.0, 1, 2.5, True, None),
+        (2.0, 9, 3.1, False, None),
+        (0.5, 9, 3.1, False, "has spent its budget"),
+    ],
+)
+def test_hasty_restarts_are_seen(delay_s: float, spent: int, spawned_at: float, asked: bool, wrong: str | None) -> None:
+    numbers = {"delay_s": delay_s, "restarts_in_window": spent, "max_restarts": 5}
+    history = [
+        event("restart", 1.0, **numbers),
+        *([event("requested", 2.0)] if asked else ()),
+        event("spawned", spawned_at),
+    ]
+    found = ledger.too_hasty(history, 2.0)
+    assert (found == []) if wrong is None else (wrong in found[0])
+
+
+# --- the witness, over the real daemon --------------------------------------------------------------------------------
+
+
+def violated(witness: Witness, word: str) -> str:
+    """Wait until a violation with these words was seen."""
+    return wait_until(lambda: [text for text in witness.violations if word in text], 40, f"a violation: {word}")[0]
+
+
+@contextmanager
+def twin_of(stage: Stage, engine: str, generation: int) -> Iterator[int]:
+    """A process that bears the marks of an engine."""
+    marks = {"SUPERVISED_STATE": str(stage.daemon.state_dir), "SUPERVISED_ENGINE": engine}
+    command = ["/bin/sleep", "100"]
+    with subprocess.Popen(command, env={**marks, "SUPERVISED_GENERATION": str(generation)}) as twin:
+        try:
+            yield twin.pid
+        finally:
+            twin.kill()
+
+
+def test_the_witness_sees_what_must_not_be(tmp_path: Path) -> None:
+    with Stage(tmp_path) as stage, Witness(stage, answer_s=1.0) as witness:
+        stage.start()
+        stage.settle(60)
+        assert witness.violations == []
+        pid = stage.process("calm")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert violated(witness, "though nothing was done to it").startswith("calm ")
+        with twin_of(stage, "b", 7) as pid:
+            assert "beside generation 7" in violated(witness, "two generations")
+            assert pid in {seen.pid for seen in stage.processes("b")}
+        with frozen(stage.daemon.pid):
+            violated(witness, "did not say its status")
+        os.kill(stage.stranger, signal.SIGKILL)
+        violated(witness, "somebody else's vllm")
+        with added(stage.daemon.log, '{"kind": "x", "event": "Traceback (most recent call last):"}', "no document"):
+            violated(witness, "speaks of a bug")
+            violated(witness, "a line that is none")
+        bug = stage.daemon.state_dir / "bug-1.txt"
+        bug.write_text("in step", encoding="utf-8")
+        assert "in step" in violated(witness, "met a bug")
+        bug.unlink()
+        stage.daemon.stop()
+        violated(witness, "ended by itself with 0")
+    assert witness.most.looks > 10
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def added(log: Path, *lines: str) -> Iterator[None]:
+    """Lines that the daemon never wrote, and that are gone afterwards."""
+    with log.open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    try:
+        yield
+    finally:
+        kept = [line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.strip() not in lines]
+        log.write_text("".join(kept), encoding="utf-8")
