@@ -61,7 +61,7 @@ class Node:
             # Long enough for a stream to end: the release's own shutdown gets the same.
             "drain_timeout_s": STOP_S - 5,
             "stop_timeout_s": STOP_S,
-            # Releases before 0.32 compile kernels for the first request, which takes minutes on a busy machine.
+            # torch compiles kernels for the first request to older releases: minutes on a busy machine.
             "max_rounds": f"2\ntimeout_s = {READY_S}",
             "VLLM_NO_USAGE_STATS": f'"1"\nTORCHINDUCTOR_CACHE_DIR = "{self.daemon.home}/kernels"',
         }
