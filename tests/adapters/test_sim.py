@@ -826,7 +826,8 @@ def test_gauges_are_stale_after_an_abort(start: Start) -> None:
 
 
 def test_saturation_preempts_and_everybody_finishes(start: Start) -> None:
-    engine = start("--block-size=16", "--num-gpu-blocks-override=41", "--max-num-seqs=16", tokens_per_s=2000)
+    # So slow that all of them are under way at once, also where threads wait for a processor.
+    engine = start("--block-size=16", "--num-gpu-blocks-override=41", "--max-num-seqs=16", tokens_per_s=300)
     body = {"prompt": "saturate", "max_tokens": 150, "ignore_eos": True}
     calls = [in_background(lambda: engine.post("/v1/completions", body)) for _ in range(12)]
     for thread, _ in calls:
