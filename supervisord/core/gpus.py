@@ -241,7 +241,7 @@ def is_closed_unseen(node: Node) -> bool:
 def reopen(turn: Turn, name: str, actor: str) -> str:
     """End a release for a GPU that is not known yet."""
     telemetry.resume(turn)
-    text = f"NVML is open again (by {actor}): GPU {name} was not seen before the release"
+    text = f"NVML is open again (by {actor}); '{name}' was not seen before the release"
     turn.record("gpu_cleared", None, text, severity=Severity.NOTICE, gpu=name, actor=actor)
     telemetry.look_closely(turn)
     return text

@@ -57,7 +57,7 @@ def test_a_release_before_any_gpu_was_seen_can_be_ended(saved: bool) -> None:
     play.cards = None
     ask(play.see(Booted()), GpuOp.CLEAR, "GPU-0").replies(Answer.UNKNOWN_ENGINE, "it is not known")
     ask(play, GpuOp.RELEASE).replies(Answer.ACCEPTED, "NVML is closed for 10 min")
-    ask(play, GpuOp.CLEAR, "GPU-0").replies(Answer.ACCEPTED, "NVML is open again (by uid 1000): GPU GPU-0 was not seen")
+    ask(play, GpuOp.CLEAR, "GPU-0").replies(Answer.ACCEPTED, "NVML is open again (by uid 1000); 'GPU-0' was not seen")
     assert play.node.telemetry.released_until is None
     assert play.record("gpu_cleared").numbers["gpu"] == "GPU-0"
     play.see(GpuHelperEnded(play.node.telemetry.helper, "killed")).see(Due(What.CLOCK), after=6.0)
