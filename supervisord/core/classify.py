@@ -151,6 +151,13 @@ SIGNATURES: Final[tuple[Signature, ...]] = (
     ),
     _sig(
         ExitClass.CONFIG,
+        # Newer releases say the same as a warning, and run.
+        r"runtimeerror: (lib\w{1,60}) is not found in ld_preload",
+        "this release does not run on a CPU without {0} in LD_PRELOAD; `install-vllm --print-env` prints the line for "
+        "the engine's table env",
+    ),
+    _sig(
+        ExitClass.CONFIG,
         r"validation errors? for (\w{1,60})(?:[^\x00]{0,400}?value error, ([^\n\[]{1,300}))?",
         "vLLM refuses the combination of settings ({0}): {1}",
     ),

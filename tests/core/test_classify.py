@@ -42,6 +42,7 @@ def cuda(name: str) -> list[str]:
         ("maxlen_gt_kv", 1, "config", "set max-model-len to at most 2432"),
         ("maxlen_gt_model", 1, "config", "max_model_len (999999) is greater"),
         ("missing_dir", 1, "config", "there is no model directory /srv/lab/nope"),
+        ("no_preload", 1, "config", "without libtcmalloc in LD_PRELOAD; `install-vllm --print-env`"),
         ("port_in_use", 1, "resource", "the port is taken"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, read
+from tests.e2e_matrix import page as matrix
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -32,3 +33,9 @@ def test_generated_pages_are_current() -> None:
     command = [sys.executable, str(ROOT / "scripts/make-reference"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_version_matrix_is_what_was_seen() -> None:
+    page = read(matrix.PAGE)
+    assert matrix.releases().markdown() in page
+    assert matrix.pythons().markdown() in page

@@ -14,20 +14,21 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class RealVllm:
-    """Where the command and the model are."""
+    """Where the command and the model are. `env`: what its engines need, as lines of `[engine.X.env]`."""
 
     command: Path
     model: Path
+    env: str
 
 
 @pytest.fixture(scope="session")
 def vllm() -> RealVllm:
-    """What scripts/test prepared; `VLLM_SUPERVISOR_TEST_VLLM` names another installation (version matrix)."""
+    """What scripts/test prepared; VLLM_SUPERVISOR_TEST_{VLLM,MODEL,ENV} name another installation (--matrix)."""
     named = os.environ.get("VLLM_SUPERVISOR_TEST_VLLM")
     command = Path(named or _output("scripts/install-vllm", "--cpu", "--print-path"))
     model = Path(os.environ.get("VLLM_SUPERVISOR_TEST_MODEL") or _output("scripts/make-tiny-model"))
     assert command.exists(), f"no vLLM at {command}: run scripts/install-vllm, or scripts/test, which does"
-    return RealVllm(command, model)
+    return RealVllm(command, model, os.environ.get("VLLM_SUPERVISOR_TEST_ENV", ""))
 
 
 def _output(*command: str) -> str:

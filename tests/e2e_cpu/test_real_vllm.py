@@ -32,6 +32,7 @@ enforce-eager = true
 VLLM_CPU_KVCACHE_SPACE = "1"
 HF_HUB_OFFLINE = "1"
 VLLM_NO_USAGE_STATS = "1"
+ENV
 [engine.NAME.warmup]
 max_rounds = 2
 [engine.NAME.restart]
@@ -40,7 +41,8 @@ backoff_initial_s = 0.2
 
 
 def section(vllm: RealVllm, name: str, port: int) -> str:
-    return engine_toml(name, [str(vllm.command), "serve"], port, str(vllm.model), ARGS.replace("NAME", name))
+    extra = ARGS.replace("NAME", name).replace("ENV\n", f"{vllm.env}\n")
+    return engine_toml(name, [str(vllm.command), "serve"], port, str(vllm.model), extra)
 
 
 def complete(port: int, tokens: int = 8) -> Document:
@@ -76,10 +78,10 @@ def kill_and_expect_one_new_generation(daemon: Daemon, pid: int, port: int) -> D
     return after
 
 
-def stream(port: int) -> socket.socket:
+def stream(port: int, tokens: int = 900) -> socket.socket:
     """A client that streams a long answer and reads only its beginning."""
     body = json.dumps(
-        {"model": "tiny", "prompt": "once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        {"model": "tiny", "prompt": "once", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     ).encode()
     client = socket.create_connection(("127.0.0.1", port), timeout=60)
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
