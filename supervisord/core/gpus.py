@@ -19,6 +19,7 @@ from supervisord.core.model import (
     ExitClass,
     Gpu,
     LastExit,
+    Node,
     Ready,
     Reason,
     Starting,
@@ -228,6 +229,20 @@ def clear(turn: Turn, gpu: Gpu, actor: str) -> str:
         text = f"{label(gpu)} was not quarantined"
         text += f"; NVML is open again (by {actor})" if released else "; it is looked at once more"
     turn.record("gpu_cleared", None, text, severity=Severity.NOTICE, gpu=gpu.uuid, actor=actor)
+    telemetry.look_closely(turn)
+    return text
+
+
+def is_closed_unseen(node: Node) -> bool:
+    """Whether NVML was released before this daemon has seen any GPU: none can be named, and yet it has to end."""
+    return node.telemetry.released_until is not None and all(gpu.reading is None for gpu in node.gpus.values())
+
+
+def reopen(turn: Turn, name: str, actor: str) -> str:
+    """End a release for a GPU that is not known yet."""
+    telemetry.resume(turn)
+    text = f"NVML is open again (by {actor}); '{name}' was not seen before the release"
+    turn.record("gpu_cleared", None, text, severity=Severity.NOTICE, gpu=name, actor=actor)
     telemetry.look_closely(turn)
     return text
 

@@ -213,6 +213,9 @@ def on_gpu_requested(turn: Turn, seen: GpuRequested) -> None:
         return
     name = seen.gpu or ""
     gpu = gpu_inventory.find(node.gpus, name) or gpu_inventory.find(node.unseen_gpus, name)
+    if gpu is None and gpus.is_closed_unseen(node):
+        turn.do(Reply(seen.request, Answer.ACCEPTED, gpus.reopen(turn, name, seen.actor)))
+        return
     if gpu is None:
         known = ", ".join(gpu_inventory.label(one) for one in node.gpus.values()) or "none"
         text = f"cannot clear GPU {seen.gpu}: it is not known (known: {known})"

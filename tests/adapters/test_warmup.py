@@ -71,6 +71,8 @@ class FakeEngine:
 def kinds(request: Request) -> set[str]:
     body = request.json
     prompt = body.get("prompt", body.get("input", body.get("messages")))
+    if body.get("stream"):
+        return {"stream"}
     found = {"decode"} if body.get("ignore_eos") else set()
     if isinstance(prompt, list) and "messages" not in body:
         found |= {"batch"} if isinstance(prompt[0], list | str) else set()
@@ -79,7 +81,7 @@ def kinds(request: Request) -> set[str]:
 
 
 def is_prefill(request: Request) -> bool:
-    return not kinds(request) & {"decode", "batch"}
+    return not kinds(request) & {"decode", "batch", "stream"}
 
 
 @dataclass
@@ -148,7 +150,7 @@ def test_requests_of_a_warm_up() -> None:
     decode = engine.of("decode")[0].json
     assert (decode["max_tokens"], decode["ignore_eos"], decode["temperature"]) == (32, True, 1.0)
     assert isinstance(decode["prompt"], str)
-    assert not any("seed" in request.json or request.json.get("stream") for request in engine.posts)
+    assert not any("seed" in request.json for request in engine.posts)
 
 
 def test_prompts_are_token_ids_that_nobody_has_sent() -> None:
@@ -157,6 +159,37 @@ def test_prompts_are_token_ids_that_nobody_has_sent() -> None:
     prompts = [tuple(request.json["prompt"]) for request in engine.of("ids") if is_prefill(request)]
     assert len(prompts) == len(set(prompts)) == 2
     assert all(100 <= token <= 250 for prompt in prompts for token in prompt)
+
+
+def test_the_last_requests_are_streamed_as_clients_want_them() -> None:
+    engine = FakeEngine()
+    ran = run(engine)
+    completion, chat = engine.of("stream")
+    assert (completion.path, completion.json["prompt"], completion.json["max_tokens"]) == (
+        "/v1/completions", "Write a few sentences about the sea.", 2
+    )  # fmt: skip
+    assert (chat.path, chat.json["messages"][0]["role"]) == ("/v1/chat/completions", "user")
+    assert engine.posts[-2:] == [completion, chat]
+    assert [note.partition(":")[0] for note in ran.notes[-2:]] == [f"streaming {r.path}" for r in (completion, chat)]
+
+
+@pytest.mark.parametrize("refusal", [said(400, "no chat template"), said(500, "broken template")])
+def test_an_engine_that_does_not_chat_is_no_worse_for_it(refusal: bytes) -> None:
+    ran = run(FakeEngine(refuse={"/v1/chat/completions": refusal}))
+    assert ran.result.problem is None
+    assert "streaming /v1/chat/completions left out" in ran.notes[-1]
+
+
+def test_an_engine_that_breaks_off_streams_has_failed() -> None:
+    ran = run(FakeEngine(refuse={"stream": said(500, "boom")}))
+    assert ran.code == "warmup_failed"
+    assert "streaming /v1/completions" in ran.message
+
+
+def test_an_engine_that_only_chats_streams_once() -> None:
+    engine = FakeEngine(refuse={"/v1/completions": said(404)})
+    assert run(engine).result.problem is None
+    assert [request.path for request in engine.of("stream")] == ["/v1/chat/completions"]
 
 
 def test_settles_when_two_rounds_are_alike() -> None:
@@ -178,7 +211,13 @@ def test_rounds_end_at_the_limit() -> None:
 def test_one_round() -> None:
     engine = FakeEngine()
     assert run(engine, WarmupSpec(max_rounds=1)).result.rounds == 1
-    assert [sorted(kinds(request)) for request in engine.posts] == [["ids"], ["batch", "ids"], ["decode"]]
+    assert [sorted(kinds(request)) for request in engine.posts] == [
+        ["ids"],
+        ["batch", "ids"],
+        ["decode"],
+        ["stream"],
+        ["stream"],
+    ]
 
 
 @pytest.mark.parametrize(("max_len", "prefill", "decode"), [(100, 98, 32), (20, 18, 1), (None, 512, 32)])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from supervisord.control import client
-from tests.bench import real_engine, real_figures, real_proc
+from tests.bench import polls, real_engine, real_figures, real_proc
 from tests.bench.report import Table, quantile
 from tests.daemon.harness import Daemon
 from tests.daemon.sims import table
@@ -56,7 +56,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     print(f"soak: samples go to {folder}", flush=True)
     with real_engine.ended_by_signals():
         measure(folder, options.minutes, real_engine.build(options.vllm, options.model, gpu=False))
-    return report(folder)
+    return [*report(folder), polls.table(options.minutes / 4)]
 
 
 def measure(folder: Path, minutes: float, build: real_engine.Build) -> None:

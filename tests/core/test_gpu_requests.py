@@ -48,6 +48,25 @@ def test_a_quarantine_outlives_the_driver_and_can_be_cleared(name: str) -> None:
     ask(play, GpuOp.CLEAR, name).replies(Answer.UNKNOWN_ENGINE, "(known: GPU 2 (GPU-8))")
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_release_before_any_gpu_was_seen_can_be_ended(saved: bool) -> None:
+    """The daemon has just begun, and knows at most what an earlier one had quarantined."""
+    old = Gpu("GPU-9", pci_id="0000:99:00.0", index=3, quarantine=Reason("gpu_lost", "gone"))
+    node = replace(new_node(node_spec(engine_spec(gpus=("GPU-0",)))), gpus={"GPU-9": old} if saved else {})
+    play = Play(node)
+    play.cards = None
+    ask(play.see(Booted()), GpuOp.CLEAR, "GPU-0").replies(Answer.UNKNOWN_ENGINE, "it is not known")
+    ask(play, GpuOp.RELEASE).replies(Answer.ACCEPTED, "NVML is closed for 10 min")
+    ask(play, GpuOp.CLEAR, "GPU-0").replies(Answer.ACCEPTED, "NVML is open again (by uid 1000); 'GPU-0' was not seen")
+    assert play.node.telemetry.released_until is None
+    assert play.record("gpu_cleared").numbers["gpu"] == "GPU-0"
+    play.see(GpuHelperEnded(play.node.telemetry.helper, "killed")).see(Due(What.CLOCK), after=6.0)
+    play.sweep(card("GPU-0"), card("GPU-9"))
+    assert play.gpu("GPU-0").reading is not None
+    ask(play, GpuOp.RELEASE)
+    ask(play, GpuOp.CLEAR, "GPU-7").replies(Answer.UNKNOWN_ENGINE, "it is not known")
+
+
 @pytest.mark.parametrize("name", ["GPU-0", "0", "0000:10:00.0", "10:00.0"])
 def test_clear_by_any_name(name: str) -> None:
     play = ready(gpus=("GPU-0",)).see(XidSeen(1000.0, "GPU-0", 79, "nvml"))

@@ -287,10 +287,13 @@ class Stage:
             if state in {"stopped", "failed", "draining"} or external:
                 self._once(asked, engine["name"], "reset" if state == "failed" else "start")
         released = (document["supervisor"]["gpu_trouble"] or {}).get("code") == "gpu_released"
-        for gpu in document["gpus"]:
-            if (gpu["quarantined"] or released) and time.monotonic() > asked.get(gpu["uuid"], 0) + 2:
-                asked[gpu["uuid"]] = time.monotonic()
-                self.post("/v1/gpus/clear", {"gpu": gpu["uuid"]})
+        named = {gpu["uuid"] for gpu in document["gpus"] if gpu["quarantined"] or released}
+        if released:
+            named.add(self.box.gpu(0).uuid)
+        for uuid in named:
+            if time.monotonic() > asked.get(uuid, 0) + 2:
+                asked[uuid] = time.monotonic()
+                self.post("/v1/gpus/clear", {"gpu": uuid})
 
     def _once(self, asked: dict[str, float], name: str, op: str) -> None:
         if time.monotonic() > asked.get(name, 0) + 2:
