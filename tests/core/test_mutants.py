@@ -59,6 +59,7 @@ MUTANTS: Final = (
         "        pass",
         "rest_means_gone",
         "forgotten_means_gone",
+        "never_two_live_generations",
     ),
     mutant(
         "an engine is started after it was stopped",
