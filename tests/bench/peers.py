@@ -37,11 +37,11 @@ class Size:
 
     kills: int = 20
     engines: tuple[int, ...] = (1, 8, 100)
-    idle_s: float = 10
-    status_runs: int = 10
-    readiness: int = 3
+    idle_s: float = 6
+    status_runs: int = 6
+    readiness: int = 2
     watch_s: float = 8
-    hang_s: float = 60
+    hang_s: float = 45
 
 
 QUICK: Final = Size(kills=2, engines=(1, 2), idle_s=1, status_runs=2, readiness=1, watch_s=3, hang_s=25)

@@ -45,7 +45,5 @@ def table(minutes: float) -> Table:
         "descriptors",
         "threads",
     )
-    notes = (
-        f"A simulated engine, polled every {_POLL_S} s, which stays ready; `/metrics` and the status document each second.",
-    )
+    notes = (f"A simulated engine, polled every {_POLL_S} s, which stays ready; `/metrics` and status each second.",)
     return Table("The same daemon over many more looks", header, tuple(rows), notes)

@@ -64,7 +64,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     build = real_engine.build(options.vllm, options.model, gpu=options.gpu)
     with real_engine.ended_by_signals():
         ours, bare = starts(build, 1 if options.quick else 3)
-        blocks, window_s = (2, 5.0) if options.quick else (5, 20.0)
+        blocks, window_s = (2, 5.0) if options.quick else (4, 20.0)
         measured = windows(build, blocks, window_s)
     return [start_table(ours, bare), first_table(ours, bare), throughput_table(measured, window_s)]
 
