@@ -62,11 +62,22 @@ def free_ports(count: int) -> list[int]:
 class BenchEngine:
     """A simulated `vllm serve`, or something that only sleeps (`sleeps`).
 
+    Where its mood `changes` it watches for that, which makes its end some milliseconds longer.
+
     `home` is its folder as the supervisor sees it, `outside` the same folder as we see it.
     """
 
     def __init__(
-        self, name: str, port: int, home: str, outside: Path, sim: list[str], *, sleeps: bool = False, **mood: Any
+        self,
+        name: str,
+        port: int,
+        home: str,
+        outside: Path,
+        sim: list[str],
+        *,
+        sleeps: bool = False,
+        changes: bool = False,
+        **mood: Any,
     ) -> None:
         self.name = name
         self.port = port
@@ -81,6 +92,7 @@ class BenchEngine:
         values = {
             MARK: self.mark,
             "VLLM_SIM_MOOD": f"{home}/{name}.mood",
+            "VLLM_SIM_MOOD_WATCH": "yes" if changes else "no",
             "VLLM_SIM_RECORD": f"{home}/{name}.starts",
             "VLLM_SIM_MAX_LIFE_S": str(LIFE_S),
         }

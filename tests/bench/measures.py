@@ -159,7 +159,7 @@ def hang_s(peers: Sequence[Peer], bound_s: float) -> dict[str, dict[str, float |
     All run at once, so that the bound is waited for once. Their contexts are open, and they are not started.
     """
     for peer in peers:
-        peer.start(*HANGS)
+        peer.start(*HANGS, changes=True)
     for peer in peers:
         peer.wait_up()
         for engine in peer.engines:

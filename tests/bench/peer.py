@@ -95,11 +95,11 @@ class Peer(ABC):
         """A Python where its engines are."""
         return own_python()
 
-    def start(self, *names: str, sleeps: bool = False, **mood: Any) -> None:
+    def start(self, *names: str, sleeps: bool = False, changes: bool = False, **mood: Any) -> None:
         """Start it with engines. `sleeps`: engines that need not answer may be things that only sleep."""
         sleepers = sleeps and not self.polls
         self.engines = [
-            BenchEngine(name, port, self.home, self.outside, self.sim(), sleeps=sleepers, **mood)
+            BenchEngine(name, port, self.home, self.outside, self.sim(), sleeps=sleepers, changes=changes, **mood)
             for name, port in zip(names, free_ports(len(names)), strict=True)
         ]
         self.configure()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -89,9 +93,13 @@ if sys.orig_argv[1:4] == ["-m", "supervisord", "run"]:
 
 @dataclass(frozen=True)
 class Relaunch:
-    """Milliseconds of each kill: to the first instruction; of it until the exit was told, in fsyncs, in the spawn."""
+    """Milliseconds of each kill: to the first instruction, and parts of it.
+
+    `gone`: until the kernel had ended all processes that were killed. `told`: until the daemon told of the exit.
+    """
 
     total: list[float]
+    gone: list[float]
     told: list[float]
     fsync: list[float]
     fsyncs: list[float]
@@ -100,7 +108,7 @@ class Relaunch:
 
 def relaunch(kills: int, *, tree: bool) -> Relaunch:
     """From SIGKILL of a ready engine to the first instruction of the next; a tree has more to end than one process."""
-    found = Relaunch([], [], [], [], [])
+    found = Relaunch([], [], [], [], [], [])
     with tempfile.TemporaryDirectory() as site:
         (Path(site) / "sitecustomize.py").write_text(_SPANS, encoding="utf-8")
         spans = Path(site) / "spans"
@@ -114,8 +122,10 @@ def relaunch(kills: int, *, tree: bool) -> Relaunch:
                     while not told.empty():
                         told.get()
                     servers, offset = one.servers(), time.time() - time.monotonic()
-                    before = time.monotonic()
-                    kill(servers)
+                    with _watched(servers) as gone:
+                        before = time.monotonic()
+                        kill(servers)
+                        found.gone.append((gone() - before) * 1000)
                     first = told.get(timeout=60)
                     found.total.append((first - before) * 1000)
                     exited = _at(peer.daemon.wait_event("exited", "e0", starts)) - offset
@@ -125,6 +135,22 @@ def relaunch(kills: int, *, tree: bool) -> Relaunch:
                     found.fsyncs.append(len(syncs))
                     found.spawn.append(sum(_within(spans, "spawn", before, first)))
     return found
+
+
+@contextlib.contextmanager
+def _watched(pids: Iterable[int]) -> Iterator[Callable[[], float]]:
+    """A call that waits until all of these processes are gone, and says when that was seen (monotonic seconds)."""
+    with contextlib.ExitStack() as stack:
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        for pidfd in pidfds:
+            stack.callback(os.close, pidfd)
+
+        def gone() -> float:
+            for pidfd in pidfds:
+                select.select([pidfd], [], [], 60)
+            return time.monotonic()
+
+        yield gone
 
 
 def _within(spans: Path, kind: str, begin: float, end: float) -> list[float]:

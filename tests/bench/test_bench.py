@@ -195,6 +195,7 @@ def test_crash_to_relaunch_with_its_parts() -> None:
     assert len(found.total) == len(found.told) == len(found.spawn) == 2
     assert all(0 < part < whole for part, whole in zip(found.spawn, found.total, strict=True))
     assert all(part > 0 for part in found.fsync)
+    assert all(0 < gone < whole for gone, whole in zip(found.gone, found.total, strict=True))
 
 
 def test_orphans_are_counted() -> None:

@@ -132,7 +132,7 @@ class Life:
     # moods
 
     def _watch_mood(self, path: str | None) -> None:
-        if not path:
+        if not path or os.environ.get("VLLM_SIM_MOOD_WATCH") == "no":
             return
         fd = watch(path)
         if fd is None:
