@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Final
 
-from supervisord import __version__, applied
+from supervisord import __version__, applied, heap
 from supervisord.applied import Chosen
 from supervisord.bugs import Bugs
 from supervisord.config import ConfigError, load
@@ -82,6 +82,7 @@ def run(config_path: Path) -> int:
     # would inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    heap.share_one_arena()
     try:
         chosen = applied.choose(config_path, trust=os.geteuid() == 0)
     except ConfigError as error:

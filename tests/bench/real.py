@@ -26,6 +26,8 @@ from tests.sim.engine import http as ask
 POLL_S = 5
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 32
 SETTLED = 30
+LATER, LATER_AFTER_S = 5, 1.0
+"""Later clients, each with a connection of its own, and the rest before each."""
 STREAMS = 4
 WINDOW_PROMPTS, WINDOW_ANSWERS = (16, 64), (64, 128)
 SETTLE_S = 3.0
@@ -35,12 +37,22 @@ EVERY_S = 0.01
 ORDER = ("with", "without", "without", "with")
 
 
+class Requests(NamedTuple):
+    """Completions of one start: the same length, never the same words."""
+
+    first: real_engine.Answer
+    """The very first request of a client."""
+    settled: tuple[real_engine.Answer, ...]
+    """So many after it, on the same connection."""
+    later: tuple[real_engine.Answer, ...]
+    """Of other clients, each after a rest: what a first request costs when nothing is left to warm up."""
+
+
 class Start(NamedTuple):
     """One start, in seconds. Of a bare engine only what it has: its start, and its first completions."""
 
     engine_s: float  # started to /health 200
-    first: real_engine.Answer
-    settled: tuple[real_engine.Answer, ...]
+    requests: Requests
     spawn_s: float = 0.0  # daemon started to engine started
     noticed_s: float = 0.0  # /health 200 to the daemon's knowing it
     warmup_s: float = 0.0
@@ -88,7 +100,7 @@ def bare_start(build: Build) -> Start:
             wait_until(lambda: answers(port) or process.poll() is not None, real_engine.READY_S, "/health", EVERY_S)
             healthy = time.time()
             assert process.poll() is None, f"vllm serve ended with {process.returncode}"
-            return Start(healthy - began, *first_and_settled(port))
+            return Start(healthy - began, first_and_settled(port))
 
 
 def our_start(build: Build) -> Start:
@@ -106,22 +118,27 @@ def our_start(build: Build) -> Start:
         # Whoever of us two looked first saw it first: less than no time is none.
         noticed = max(answering, healthy)
         return Start(
-            healthy - spawned, *requests, spawned - began, noticed - healthy, ready - noticed, max(0.0, said - ready)
+            healthy - spawned, requests, spawned - began, noticed - healthy, ready - noticed, max(0.0, said - ready)
         )
 
 
-def first_and_settled(port: int) -> tuple[real_engine.Answer, tuple[real_engine.Answer, ...]]:
-    """The very first request of a client, and so many after it: the same length, never the same words."""
+def first_and_settled(port: int) -> Requests:
+    """The first client of an engine, and a few after it."""
     rng = random.Random(port)
-    client = real_engine.Client(port)
-    try:
-        first, *settled = (
-            client.complete([rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)], ANSWER_TOKENS)
-            for _ in range(1 + SETTLED)
-        )
-    finally:
-        client.close()
-    return first, tuple(settled)
+
+    def complete(count: int) -> list[real_engine.Answer]:
+        with contextlib.closing(real_engine.Client(port)) as client:
+            return [
+                client.complete([rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)], ANSWER_TOKENS)
+                for _ in range(count)
+            ]
+
+    first, *settled = complete(1 + SETTLED)
+    later = []
+    for _ in range(LATER):
+        time.sleep(LATER_AFTER_S)
+        later += complete(1)
+    return Requests(first, tuple(settled), tuple(later))
 
 
 def windows(build: Build, blocks: int, window_s: float) -> list[Window]:
@@ -177,8 +194,8 @@ def start_table(ours: Sequence[Start], bare: Sequence[Start]) -> Table:
         row("engine started to ready (bare: to /health 200)", [s.ready_s for s in ours], [s.engine_s for s in bare]),
         row(
             "engine started to first completion answered",
-            [s.ready_s + s.first.total_s for s in ours],
-            [s.engine_s + s.first.total_s for s in bare],
+            [s.ready_s + s.requests.first.total_s for s in ours],
+            [s.engine_s + s.requests.first.total_s for s in bare],
         ),
         ("added by supervision after /health 200, without the warm-up", spread(added, "ms", 0), ""),
     )
@@ -194,18 +211,27 @@ def first_table(ours: Sequence[Start], bare: Sequence[Start]) -> Table:
     """The first request against the settled ones of the same start."""
 
     def row(name: str, value: Callable[[real_engine.Answer], float], group: Sequence[Start]) -> tuple[str, ...]:
-        firsts = [1000 * value(start.first) for start in group]
-        settled = [statistics.median(1000 * value(answer) for answer in start.settled) for start in group]
-        slow = [quantile([1000 * value(answer) for answer in start.settled], 0.9) for start in group]
-        ratios = [a / b for a, b in zip(firsts, settled, strict=True)]
+        requests = [start.requests for start in group]
+        firsts = [1000 * value(one.first) for one in requests]
+        later, settled = (
+            [statistics.median(1000 * value(answer) for answer in answers) for answers in many]
+            for many in ([one.later for one in requests], [one.settled for one in requests])
+        )
+        slow = [quantile([1000 * value(answer) for answer in one.settled], 0.9) for one in requests]
         noise = [a / b for a, b in zip(slow, settled, strict=True)]
         return (
             name,
             spread(firsts, "ms"),
+            spread(later, "ms"),
             spread(settled, "ms"),
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            ratio(firsts, later),
+            ratio(firsts, settled),
             f"{statistics.median(noise):.2f}",
         )
+
+    def ratio(firsts: Sequence[float], others: Sequence[float]) -> str:
+        found = [a / b for a, b in zip(firsts, others, strict=True)]
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
 
     groups = (("ours, after READY", ours), ("bare, after /health 200", bare))
     values: tuple[tuple[str, Callable[[real_engine.Answer], float]], ...] = (
@@ -213,7 +239,15 @@ def first_table(ours: Sequence[Start], bare: Sequence[Start]) -> Table:
         ("whole answer", lambda answer: answer.total_s),
     )
     rows = tuple(row(f"{who}: {what}", value, group) for what, value in values for who, group in groups)
-    header = ("", "first request", "settled (median of a start)", "first / settled", "settled p90 / settled")
+    header = (
+        "",
+        "first request",
+        "first of a later client (median of a start)",
+        "settled (median of a start)",
+        "first / first of a later client",
+        "first / settled",
+        "settled p90 / settled",
+    )
     lengths = (
         f"{PROMPT_TOKENS} tokens of prompt and {ANSWER_TOKENS} of answer, one request at a time on one connection;"
         f" settled: the {SETTLED} after the first."
@@ -221,7 +255,11 @@ def first_table(ours: Sequence[Start], bare: Sequence[Start]) -> Table:
     chance = (
         "Last column: one settled request in ten exceeds this; a ratio of one request below it is no sign of anything."
     )
-    notes = (lengths, chance)
+    connection = (
+        f"The first request has to connect, and comes after a rest, as that of any client: {LATER} later ones come"
+        f" {LATER_AFTER_S:g} s apart with a connection each. What the warm-up left to do is the first over these."
+    )
+    notes = (lengths, connection, chance)
     return Table("First request after READY", header, rows, notes)
 
 

@@ -124,9 +124,9 @@ def cells(table: Table) -> dict[str, tuple[str, ...]]:
 
 
 def test_a_start_is_told_in_its_parts() -> None:
-    settled = (Answer(0.010, 0.050, 32),) * 30
-    ours = [real.Start(20.0, Answer(0.011, 0.055, 32), settled, 0.5, 0.05, 1.25, 0.02)]
-    bare = [real.Start(19.0, Answer(0.040, 0.100, 32), settled)]
+    settled, later = (Answer(0.010, 0.050, 32),) * 30, (Answer(0.0125, 0.060, 32),) * 5
+    ours = [real.Start(20.0, real.Requests(Answer(0.011, 0.055, 32), settled, later), 0.5, 0.05, 1.25, 0.02)]
+    bare = [real.Start(19.0, real.Requests(Answer(0.040, 0.100, 32), settled, later))]
     rows = cells(real.start_table(ours, bare))
     assert rows["engine started to ready (bare: to /health 200)"] == (
         "21.32 s (21.32 to 21.32, n = 1)",
@@ -135,9 +135,9 @@ def test_a_start_is_told_in_its_parts() -> None:
     assert rows["engine started to first completion answered"][1].startswith("19.10 s")
     assert rows["added by supervision after /health 200, without the warm-up"][0].startswith("70 ms")
     first = cells(real.first_table(ours, bare))
-    assert first["ours, after READY: time to first token"][2] == "1.10 (1.10 to 1.10)"
-    assert first["bare, after /health 200: time to first token"][2] == "4.00 (4.00 to 4.00)"
-    assert first["bare, after /health 200: whole answer"][2:] == ("2.00 (2.00 to 2.00)", "1.00")
+    assert first["ours, after READY: time to first token"][3:5] == ("0.88 (0.88 to 0.88)", "1.10 (1.10 to 1.10)")
+    assert first["bare, after /health 200: time to first token"][3:5] == ("3.20 (3.20 to 3.20)", "4.00 (4.00 to 4.00)")
+    assert first["bare, after /health 200: whole answer"][4:] == ("2.00 (2.00 to 2.00)", "1.00")
 
 
 def test_windows_are_paired_with_their_neighbours() -> None:
