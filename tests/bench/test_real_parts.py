@@ -142,6 +142,9 @@ def test_a_start_is_told_in_its_parts() -> None:
 
 def test_windows_are_paired_with_their_neighbours() -> None:
     rates = {"with": 99.0, "without": 100.0}
-    measured = [real.Window(kind, rates[kind] * (1 + n // 2)) for n, kind in enumerate(real.ORDER * 2)]
-    rows = cells(real.throughput_table(measured, 20.0))
+    measured = [
+        real.Window(kind, rates[kind] * (1 + n // 2), 0.06 * (kind == "with")) for n, kind in enumerate(real.ORDER * 2)
+    ]
+    rows = cells(real.throughput_table(measured, 20.0, 0.002))
     assert rows["with / without (95 % CI)"] == ("0.9900 (0.9900 to 0.9900, 4 pairs)",)
+    assert rows["with / without, had one core to give all of that"] == ("0.9990",)
