@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -38,6 +39,9 @@ _DECODE_PROMPT: Final = "Write a few sentences about the sea."
 _DECODE_PROMPT_TOKENS: Final = 64
 """More than that prompt has with any tokenizer."""
 _CHAT_TEMPLATE_TOKENS: Final = 256
+_CHAT_S: Final = 10.0
+_CHAT_SETTLED: Final = 4
+"""How long an engine that is warm without it may take to stream two tokens of a chat: this, or so many prefills."""
 
 
 class _Route(Enum):
@@ -88,7 +92,7 @@ def run(
     `batch_tokens` is max_num_batched_tokens. `memory` reads the engine's GPU memory now, in bytes (None: unknown).
     `note` gets one short line a step. Setting `cancelled` ends it within a second, the request under way included.
     Otherwise no request is ever cut off, because aborts in mid-decode have wedged engines: what is still running at
-    `spec.timeout_s` is left to finish.
+    `spec.timeout_s`, or on a chat route that does not answer, is left to finish.
     """
     started = clock()
     session = _Session(target, spec.timeout_s, cancelled, clock)
@@ -118,21 +122,26 @@ class _Session:
     def __init__(
         self, target: Target, timeout_s: float, cancelled: threading.Event, clock: Callable[[], float]
     ) -> None:
-        self._client = Client(target, cancelled)
+        self._open = partial(Client, target, cancelled)
+        self._client = self._open()
         self._secret = target.api_key
         self._timeout_s = timeout_s
         self._clock = clock
         self._deadline = clock() + timeout_s
-        self._left_running = False
 
     def left_s(self) -> float:
         """What is left of the warm-up's time."""
         return max(0.0, self._deadline - self._clock())
 
-    def ask(self, stage: str, path: str, payload: Mapping[str, Any] | None = None) -> tuple[Answer, float]:
-        """POST (GET without payload): the answer and its latency in ms. 4xx is an answer, but for 401 and 403."""
+    def ask(
+        self, stage: str, path: str, payload: Mapping[str, Any] | None = None, within_s: float | None = None
+    ) -> tuple[Answer, float]:
+        """POST (GET without payload): the answer and its latency in ms. 4xx is an answer, but for 401 and 403.
+
+        `within_s`: it is not waited for longer than this, by default for what is left of the whole time.
+        """
         started = self._clock()
-        result = self._exchange(stage, path, payload)
+        result = self._exchange(stage, path, payload, within_s)
         latency_ms = (self._clock() - started) * 1000
         if isinstance(result, Failure):
             code = "warmup_cancelled" if result.kind == "cancelled" else "warmup_failed"
@@ -146,16 +155,18 @@ class _Session:
             raise _EndedError("warmup_failed", f"cannot finish the warm-up: {stage}: {self.said(path, result)}")
         return result, latency_ms
 
-    def _exchange(self, stage: str, path: str, payload: Mapping[str, Any] | None) -> Answer | Failure:
+    def _exchange(
+        self, stage: str, path: str, payload: Mapping[str, Any] | None, within_s: float | None
+    ) -> Answer | Failure:
         """In a thread of its own, so that time can run out without closing the connection under the request."""
         box: SimpleQueue[Answer | Failure] = SimpleQueue()
-        left_s = self.left_s()
+        client, left_s = self._client, self.left_s()
 
         def exchange() -> None:
             if payload is None:
-                box.put(self._client.get(path, timeout_s=left_s + _LINGER_S))
+                box.put(client.get(path, timeout_s=left_s + _LINGER_S))
             else:
-                box.put(self._client.post(path, payload, timeout_s=left_s + _LINGER_S))
+                box.put(client.post(path, payload, timeout_s=left_s + _LINGER_S))
 
         late = _EndedError(
             "warmup_timeout",
@@ -165,9 +176,11 @@ class _Session:
             raise late
         threading.Thread(target=exchange, name="warmup-request", daemon=True).start()
         try:
-            return box.get(timeout=left_s)
+            return box.get(timeout=left_s if within_s is None else min(left_s, within_s))
         except Empty:
-            self._left_running = True
+            self._client = self._open()  # the request keeps the old one
+            if within_s is not None and within_s < left_s:
+                raise _EndedError("warmup_timeout", f"no answer within {within_s:g} s") from None
             raise late from None
 
     def said(self, path: str, answer: Answer) -> str:
@@ -183,9 +196,8 @@ class _Session:
         return f"{path} answered {answer.status} ({clean.strip()})"
 
     def close(self) -> None:
-        """Give the connection back, unless a request still runs on it."""
-        if not self._left_running:
-            self._client.close()
+        """Give the connection back; one on which a request still runs is no longer ours."""
+        self._client.close()
 
 
 class _Work:
@@ -254,26 +266,22 @@ class _Work:
     def stream(self) -> None:
         """Answers in pieces, as most clients want them: the first is made by code that has not run yet.
 
-        Seen on an H200 without this: 30 ms to the first token, 15 later. Who does not chat is no worse for it.
+        Seen on an H200 without this: 30 ms to the first token, 15 later. Who does not chat is no worse for it: a chat
+        that fails in any way is left out, and has a short time of its own. It is not cut off then, and if it were, no
+        decode would be aborted: two tokens take a moment, so what does not answer by then does not come to decode them.
         """
-        for route in (self._route, _Route.CHAT) if self._route.generates else ():
-            stage = f"streaming {route.path}"
-            payload = self._request([_DECODE_PROMPT], 2, route)
-            try:
-                answer, latency_ms = self._session.ask(stage, route.path, {**payload, "stream": True})
-            except _EndedError as ended:
-                if route is self._route or ended.reason.code != "warmup_failed":
-                    raise
-                self._note(f"{stage} left out: {ended}")
-            else:
-                said = (
-                    f": {latency_ms:.0f} ms"
-                    if answer.status == _OK
-                    else f" left out: {self._session.said(route.path, answer)}"
-                )
-                self._note(f"{stage}{said}")
-            if self._route is _Route.CHAT:
-                return
+        if not self._route.generates:
+            return
+        self._stream(self._route)
+        if self._route is _Route.CHAT:
+            return
+        try:
+            self._stream(_Route.CHAT, max(_CHAT_S, _CHAT_SETTLED * (self.settled_ms or 0.0) / 1000))
+        except _EndedError as ended:
+            if ended.reason.code == "warmup_cancelled":
+                raise
+            self._system_role = False  # priming would meet the same
+            self._note(f"streaming {_Route.CHAT.path} left out: {ended}")
 
     def prime(self) -> None:
         """Send the operator's system prompts, so that the prefix cache holds them. One that fails stops no other."""
@@ -294,6 +302,15 @@ class _Work:
             raise _EndedError(
                 "warmup_refused", f"cannot prime {len(problems)} of {len(files)} prompts; the first: {problems[0]}"
             )
+
+    def _stream(self, route: _Route, within_s: float | None = None) -> None:
+        stage = f"streaming {route.path}"
+        payload = {**self._request([_DECODE_PROMPT], 2, route), "stream": True}
+        answer, latency_ms = self._session.ask(stage, route.path, payload, within_s)
+        if answer.status == _OK:
+            self._note(f"{stage}: {latency_ms:.0f} ms")
+        else:
+            self._note(f"{stage} left out: {self._session.said(route.path, answer)}")
 
     def _prefill(self, number: int) -> float:
         stage = f"prefill {number}/{self._spec.max_rounds}"

@@ -180,6 +180,55 @@ def test_an_engine_that_does_not_chat_is_no_worse_for_it(refusal: bytes) -> None
     assert "streaming /v1/chat/completions left out" in ran.notes[-1]
 
 
+@pytest.mark.parametrize("refusal", [said(403), said(500, "broken template")])
+def test_an_engine_whose_chat_fails_is_primed_with_text(tmp_path: Path, refusal: bytes) -> None:
+    engine = FakeEngine(refuse={"/v1/chat/completions": refusal})
+    ran = run(engine, WarmupSpec(prime=(prompt_file(tmp_path, "clerk", "You are a clerk."),)))
+    assert ran.result.problem is None
+    assert [body.get("prompt") for body in primed(engine)] == ["You are a clerk."]
+
+
+def test_a_chat_that_hangs_has_a_short_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "_CHAT_S", 0.5)
+    finish = threading.Event()
+    engine = FakeEngine()
+
+    def script(request: Request) -> bytes | None:
+        if "chat" in request.path:
+            assert finish.wait(60)
+        return engine(request)
+
+    with FakeServer(script) as server:
+        spec = WarmupSpec(timeout_s=50, prime=(prompt_file(tmp_path, "clerk", "You are a clerk."),))
+        ran = run(engine, spec, server=server, clock=time.monotonic)
+        assert ran.result.problem is None
+        assert ran.result.took_s < 40
+        assert "streaming /v1/chat/completions left out: no answer within " in ran.notes[-2]
+        assert [body.get("prompt") for body in primed(engine)] == ["You are a clerk."]
+        (chat,) = [request for request in server.requests if "chat" in request.path]
+        connection = server.sockets[chat.connection]
+        connection.settimeout(0.2)
+        with pytest.raises(TimeoutError):  # it is not cut off
+            connection.recv(1)
+        finish.set()
+        wait_for(lambda: connection.fileno() == -1)
+
+
+def test_cancelling_ends_a_chat_that_hangs() -> None:
+    cancelled = threading.Event()
+    engine = FakeEngine()
+
+    def script(request: Request) -> bytes | None:
+        if "chat" in request.path:
+            cancelled.set()
+            server.hang()
+        return engine(request)
+
+    with FakeServer(script) as server:
+        ran = run(engine, server=server, clock=time.monotonic, cancelled=cancelled)
+    assert ran.code == "warmup_cancelled"
+
+
 def test_an_engine_that_breaks_off_streams_has_failed() -> None:
     ran = run(FakeEngine(refuse={"stream": said(500, "boom")}))
     assert ran.code == "warmup_failed"
