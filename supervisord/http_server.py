@@ -21,7 +21,7 @@ from supervisord.http_wire import RESPONSE_MAX_BYTES, HttpError, Request, Respon
 
 _ACCEPT_AGAIN_S: Final = 1.0
 _MOMENT_S: Final = 0.02
-"""Whoever has its answer leaves within this."""
+"""Whoever means it has sent its request within this, and whoever has its answer has left."""
 _ROOM_S: Final = 1.0
 """Who is turned away has left by then; normal is a millisecond."""
 
@@ -63,8 +63,8 @@ class HttpServer:
         self._limits = limits
         self._on_error = on_error
         self._slots = threading.BoundedSemaphore(limits.connections_max)
-        self._reading: dict[socket.socket, None] = {}
-        """Whose requests are not whole yet, the oldest first."""
+        self._reading: dict[socket.socket, float] = {}
+        """Whose requests are not whole yet, the oldest first, and since when (monotonic seconds)."""
         self._lock = threading.Lock()
         self._listener: socket.socket | None = listener
         threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True).start()
@@ -92,18 +92,28 @@ class HttpServer:
                 time.sleep(self._limits.pause_s)
 
     def _hand_over(self, connection: socket.socket) -> None:
-        if not self._slots.acquire(timeout=_MOMENT_S) and not self._make_room():
+        if not self._slots.acquire(timeout=self._patience_s()) and not self._make_room():
             with connection:
                 self._turn_away(connection)
             return
         with self._lock:
-            self._reading[connection] = None
+            self._reading[connection] = time.monotonic()
         try:
             threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-client", daemon=True).start()
         except RuntimeError:  # no thread to be had
             with connection:
                 self._turn_away(connection)
             self._leave(connection)
+
+    def _patience_s(self) -> float:
+        """How long a slot may be waited for: until who is at its request for longest has had its moment.
+
+        A moment for every connection would be a pace, and one that a flood easily exceeds.
+        """
+        now = time.monotonic()
+        with self._lock:
+            since = next(iter(self._reading.values()), now)
+        return max(0.0, since + _MOMENT_S - now)
 
     def _make_room(self) -> bool:
         """Take the slot of who has been at its request for longest; False: all are being answered."""

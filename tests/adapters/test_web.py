@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from supervisord import http_server
 from supervisord.core import status
 from supervisord.core.messages import Severity
 from supervisord.core.model import After, Backoff, Draining, Engine, Node, Ready, Reason, Stopped, Warming
@@ -335,6 +336,31 @@ def test_slow_clients_hold_nothing_for_long(serve: Callable[..., Web], monkeypat
         first, *others = map(read, drips)
         assert b"too many connections" in first
         assert all(b" 408 " in answer for answer in others)
+
+
+def test_a_flood_of_idle_clients_keeps_nobody_waiting(
+    serve: Callable[..., Web], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would be waited for on its own: 64 moments of a second, where two are enough."""
+    monkeypatch.setattr(http_server, "_MOMENT_S", 1.0)
+    monkeypatch.setattr(web, "LIMITS", replace(web.LIMITS, deadline_s=60.0))
+    served = serve(engine("qwen"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * web.LIMITS.connections_max):
+            stack.enter_context(served.connect())
+        assert served.get("/ready/qwen").status == 200
+
+
+def test_a_burst_of_quick_clients_turns_nobody_away(serve: Callable[..., Web], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_MOMENT_S", 60.0)
+    monkeypatch.setattr(web, "LIMITS", Limits(connections_max=4, deadline_s=20.0))
+    served = serve(engine("qwen"))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(served.connect()) for _ in range(5)]
+        time.sleep(0.3)  # for whoever would be turned away now
+        for sock in clients:
+            sock.sendall(b"GET /ready/qwen HTTP/1.1\r\n\r\n")
+        assert all(b" 200 " in read(sock) for sock in clients)
 
 
 @pytest.mark.parametrize(
