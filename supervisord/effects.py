@@ -315,6 +315,7 @@ class NodeEffects:
             outcome = warmup.run(
                 Target(spec.host, spec.port, self._keys.get(name)),
                 spec.warmup,
+                model=spec.served_name,
                 batch_tokens=budget if isinstance(budget, int) else None,
                 memory=memory,
                 note=lambda note: self._inbox.put(WarmupNoted(name, generation, note)),
@@ -377,7 +378,8 @@ class NodeEffects:
         cancelled = self._canaries[name] = threading.Event()
 
         def job() -> None:
-            outcome = canary.send(Target(spec.host, spec.port, self._keys.get(name)), cancelled, action.rank)
+            target = Target(spec.host, spec.port, self._keys.get(name))
+            outcome = canary.send(target, cancelled, spec.served_name, action.rank)
             if outcome is not None:
                 told = (outcome.ok, outcome.sane, outcome.possible, outcome.detail, outcome.evidence)
                 self._inbox.put(CanaryEnded(name, generation, *told))

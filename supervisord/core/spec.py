@@ -173,6 +173,12 @@ class EngineSpec:
     restart: RestartSpec = field(default_factory=RestartSpec)
     slo: SloSpec = field(default_factory=SloSpec)
 
+    @property
+    def served_name(self) -> str:
+        """What requests call the model: vLLM goes by the first of several names, and by `model` without any."""
+        named = self.args.get("served-model-name") or self.model
+        return str(named[0] if isinstance(named, tuple) else named)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifySpec:

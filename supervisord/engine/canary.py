@@ -41,14 +41,15 @@ class Outcome:
     """False: turned away for the moment (429 and the like), which says nothing of the engine."""
 
 
-def send(target: Target, cancelled: threading.Event, rank: int | None = None) -> Outcome | None:
+def send(target: Target, cancelled: threading.Event, configured: str, rank: int | None = None) -> Outcome | None:
     """Send one and wait for its end. None when it was cancelled. Never raises.
 
+    `configured`: what the configuration calls the model, for a list of models that is too long to be read.
     `rank`: the data-parallel rank that it should reach; releases that do not know the header choose one themselves.
     """
     client = Client(target, cancelled)
     try:
-        model = _model(client)
+        model = _model(client, configured)
         if isinstance(model, Outcome):
             return model
         result = _complete(client, model, rank, chat=False)
@@ -59,11 +60,13 @@ def send(target: Target, cancelled: threading.Event, rank: int | None = None) ->
         client.close()
 
 
-def _model(client: Client) -> str | Outcome | None:
+def _model(client: Client, configured: str) -> str | Outcome | None:
     """Name of the served model; an outcome when asking for it failed."""
     answer = client.get("/v1/models", timeout_s=_LONGEST_S)
     if isinstance(answer, Failure) or answer.status != _OK:
         return _judged(answer)
+    if answer.is_too_long:
+        return configured
     data = answer.json_object().get("data")
     first = data[0] if isinstance(data, list) and data else None
     name = first.get("id") if isinstance(first, dict) else None

@@ -38,10 +38,15 @@ class Answer:
     status: int
     body: bytes
 
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it would not be read as JSON for its length."""
+        return len(self.body) > JSON_BYTES
+
     def json_object(self) -> dict[str, Any]:
         """The JSON object in the body; {} when it is none, or too long."""
         try:
-            value = json.loads(self.body) if 0 < len(self.body) <= JSON_BYTES else {}
+            value = json.loads(self.body) if self.body and not self.is_too_long else {}
         except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}

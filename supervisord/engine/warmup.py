@@ -81,6 +81,7 @@ def run(
     target: Target,
     spec: WarmupSpec,
     *,
+    model: str,
     batch_tokens: int | None,
     memory: Callable[[], int | None],
     note: Callable[[str], None],
@@ -89,6 +90,7 @@ def run(
 ) -> Warmup:
     """Warm up one engine; never raises. `Warmup.problem` says what did not work.
 
+    `model` is what the configuration calls it, for a list of models (with LoRA adapters) that is too long to be read.
     `batch_tokens` is max_num_batched_tokens. `memory` reads the engine's GPU memory now, in bytes (None: unknown).
     `note` gets one short line a step. Setting `cancelled` ends it within a second, the request under way included.
     Otherwise no request is ever cut off, because aborts in mid-decode have wedged engines: what is still running at
@@ -99,7 +101,7 @@ def run(
     work = _Work(session, spec, batch_tokens or BATCH_TOKENS, memory, note)
     problem = None
     try:
-        work.find_model()
+        work.find_model(model)
         work.rounds_until_settled()
         work.stream()
         work.prime()
@@ -223,11 +225,15 @@ class _Work:
         self.settled_ms: float | None = None
         self.rounds = 0
 
-    def find_model(self) -> None:
+    def find_model(self, configured: str) -> None:
         """Name and length limit of the base model; LoRA adapters are listed too and have a parent."""
         answer, _ = self._session.ask("asking for the model", "/v1/models")
         if answer.status != _OK:
             raise _EndedError("warmup_refused", f"cannot warm up: {self._session.said('/v1/models', answer)}")
+        if answer.is_too_long:
+            self._note(f"/v1/models answered {len(answer.body)} bytes, too many to be read: asking for {configured}")
+            self._model = _Model(configured, None)
+            return
         listed = answer.json_object().get("data")
         for entry in listed if isinstance(listed, list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("id"), str) and entry.get("parent") is None:

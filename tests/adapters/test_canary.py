@@ -29,7 +29,7 @@ def engine(completions: bytes, *, models: bytes = MODELS, chat: bytes | None = N
 
 def ask(script: Script, key: str | None = None) -> tuple[Outcome | None, list[Request]]:
     with FakeServer(script) as server:
-        outcome = canary.send(Target("127.0.0.1", server.port, key), threading.Event())
+        outcome = canary.send(Target("127.0.0.1", server.port, key), threading.Event(), "tiny")
         return outcome, server.requests
 
 
@@ -93,6 +93,13 @@ def test_an_engine_that_serves_no_model_cannot_be_asked(body: str) -> None:
     assert len(requests) == 1
 
 
+def test_a_list_of_models_that_is_too_long_is_not_needed() -> None:
+    adapters = [{"id": f"adapter-{number}", "padding": "x" * 500} for number in range(2200)]
+    outcome, requests = ask(engine(completion("x y"), models=answer(200, {"data": adapters})))
+    assert outcome == Outcome(ok=True, sane=True, possible=True, detail="answered")
+    assert requests[-1].json["model"] == "tiny"
+
+
 def test_the_key_goes_with_it_and_nowhere_else() -> None:
     outcome, requests = ask(engine(answer(401), models=answer(401)), "s3cret")
     assert {request.headers["authorization"] for request in requests} == {"Bearer s3cret"}
@@ -100,7 +107,7 @@ def test_the_key_goes_with_it_and_nowhere_else() -> None:
 
 
 def test_nobody_there_and_a_broken_connection_are_evidence() -> None:
-    outcome = canary.send(Target("127.0.0.1", unused_port()), threading.Event())
+    outcome = canary.send(Target("127.0.0.1", unused_port()), threading.Event(), "tiny")
     assert outcome is not None
     assert (outcome.ok, outcome.possible) == (False, True)
     assert outcome.detail
@@ -121,7 +128,9 @@ def test_a_hanging_canary_is_not_aborted_and_comes_back_late() -> None:
     with FakeServer(slow) as server:
         found: list[Outcome | None] = []
         target = Target("127.0.0.1", server.port)
-        thread = threading.Thread(target=lambda: found.append(canary.send(target, threading.Event())), daemon=True)
+        thread = threading.Thread(
+            target=lambda: found.append(canary.send(target, threading.Event(), "tiny")), daemon=True
+        )
         thread.start()
         wait_for(lambda: len(server.requests) == 2)
         time.sleep(0.6)  # more than the quarter of a second in which a cancelled one would end
@@ -136,7 +145,7 @@ def test_only_the_end_of_the_engine_cancels_it() -> None:
         found: list[Outcome | None] = []
         cancelled = threading.Event()
         target = Target("127.0.0.1", server.port)
-        thread = threading.Thread(target=lambda: found.append(canary.send(target, cancelled)), daemon=True)
+        thread = threading.Thread(target=lambda: found.append(canary.send(target, cancelled, "tiny")), daemon=True)
         thread.start()
         wait_for(lambda: len(server.requests) == 2)
         cancelled.set()

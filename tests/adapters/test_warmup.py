@@ -123,6 +123,7 @@ def run(
         return warmup.run(
             Target(running.host, running.port, key),
             spec,
+            model="configured",
             batch_tokens=batch_tokens,
             memory=lambda: levels.pop(0) if len(levels) > 1 else levels[0],
             note=notes.append,
@@ -282,6 +283,17 @@ def test_base_model_is_chosen_among_adapters() -> None:
     engine = FakeEngine(models=answer(200, {"data": [lora, {**MODEL, "id": "base"}]}))
     run(engine)
     assert {request.json["model"] for request in engine.posts} == {"base"}
+
+
+def test_a_list_of_models_that_is_too_long_is_not_needed() -> None:
+    adapters = [{"id": f"adapter-{number}", "parent": "tiny", "padding": "x" * 500} for number in range(2200)]
+    body = answer(200, {"data": [MODEL, *adapters]})
+    engine = FakeEngine(models=body)
+    ran = run(engine)
+    assert ran.result.problem is None
+    assert {request.json["model"] for request in engine.posts} == {"configured"}
+    size = len(body.partition(b"\r\n\r\n")[2])
+    assert ran.notes[0] == f"/v1/models answered {size} bytes, too many to be read: asking for configured"
 
 
 # --- large batches --------------------------------------------------------------------------------------------------
@@ -680,6 +692,7 @@ def warm(sim: SimEngine, spec: WarmupSpec = SPEC, key: str | None = None) -> Ran
     result = warmup.run(
         Target("127.0.0.1", sim.port, key),
         spec,
+        model="configured",
         batch_tokens=2048,
         memory=lambda: None,
         note=notes.append,

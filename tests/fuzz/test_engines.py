@@ -188,7 +188,7 @@ def test_looks_at_engines(rng: random.Random) -> None:
 def test_canaries(rng: random.Random) -> None:
     said = [answers(rng, json_bytes([MODELS], rng)), *(answers(rng, json_bytes([DONE], rng)) for _ in range(2))]
     with bounded("canary", b"".join(said)), playing(*said):
-        outcome = canary.send(Target("127.0.0.1", 1), threading.Event())
+        outcome = canary.send(Target("127.0.0.1", 1), threading.Event(), "tiny")
         assert outcome is not None
         assert len(outcome.detail) < 200
 
@@ -212,6 +212,7 @@ def test_warm_ups(rng: random.Random) -> None:
         done = warmup.run(
             Target("127.0.0.1", 1),
             WarmupSpec(timeout_s=5.0, max_rounds=3, prime=(str(FOLDER / "prompt"),)),
+            model="tiny",
             batch_tokens=rng.choice((None, 1, 8192)),
             memory=lambda: rng.choice((None, 0, 1 << 40)),
             note=notes.append,
