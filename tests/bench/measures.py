@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,14 +22,19 @@ _KNOWN_S = 60.0
 
 
 def relaunch_ms(peer: Peer, kills: int) -> list[float]:
-    """From SIGKILL of an engine that has run to the first instruction of the next one."""
-    took = []
+    """From SIGKILL of an engine that has run to the first instruction of the next one.
+
+    Who looks by the clock has started the engine at a look: a random rest before each kill meets it at any time between
+    two looks, the same way in every run.
+    """
+    took, rng = [], random.Random(peer.name)
     with peer:
         peer.start("e0", **ALONE)
         (engine,) = peer.engines
         with engine.telling() as told:
             for starts in range(1, kills + 1):
                 peer.wait_settled(engine, starts)
+                time.sleep(rng.uniform(0, peer.looks_every_s))
                 (pid,) = engine.servers()
                 while not told.empty():
                     told.get()

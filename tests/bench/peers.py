@@ -138,7 +138,8 @@ def _relaunch(size: Size) -> Table:
     notes = (
         (
             "From SIGKILL of the engine, one process that has run for a second (ours: is ready), to the first "
-            "instruction of the next one."
+            "instruction of the next one. Who looks by the clock (supervisord each second, circus every 5 s) is hit at "
+            "random times between two looks."
         ),
         "systemd: an engine for each kill, 0.2 s apart, so that the 10 s are waited for once.",
         "Ours first proves that nothing of the old engine is left, and writes a record to disk (fsync).",
