@@ -127,8 +127,7 @@ def _relaunch(size: Size) -> Table:
     attempts, rows = Attempts(), []
     order: tuple[type[Peer], ...] = (*ALL[:5], DefaultUnit, *ALL[5:])
     for peer in order:
-        staggered = issubclass(peer, PlainUnit)
-        measure = measures.staggered_relaunch_ms if staggered else measures.relaunch_ms
+        measure = measures.staggered_relaunch_ms if peer is PlainUnit else measures.relaunch_ms
 
         def once(peer: type[Peer] = peer, measure: Callable[[Peer, int], list[float]] = measure) -> list[float]:
             return measure(peer(), size.kills)
@@ -141,7 +140,7 @@ def _relaunch(size: Size) -> Table:
             "instruction of the next one. Who looks by the clock (supervisord each second, circus every 5 s) is hit at "
             "random times between two looks."
         ),
-        "systemd: an engine for each kill, 0.2 s apart, so that the 10 s are waited for once.",
+        "systemd, plain unit: an engine for each kill, 0.2 s apart, so that the 10 s are waited for once.",
         "Ours first proves that nothing of the old engine is left, and writes a record to disk (fsync).",
         *attempts.notes,
     )
