@@ -37,7 +37,7 @@ class Size:
 
     kills: int = 20
     engines: tuple[int, ...] = (1, 8, 100)
-    idle_s: float = 6
+    idle_s: float = 20
     status_runs: int = 6
     readiness: int = 2
     watch_s: float = 8
@@ -185,8 +185,8 @@ def _memory(size: Size, found: _Idles, failures: list[str]) -> Table:
             f"{size.idle_s:g} s with so many engines, of the supervisor's own processes, without the engines."
         ),
         (
-            "Ours asks each simulated engine for `/health` and `/metrics` every 5 s. The others ask nothing, and their "
-            "engines only sleep."
+            "Ours asks each simulated engine for `/health` and `/metrics` every 5 s, and runs without listener and "
+            "webhook; the part `ours` has all parts on. The others ask nothing, and their engines only sleep."
         ),
         (
             "systemd is PID 1 and journald: on the machine anyway, also with ours as services, where only our own "
