@@ -272,7 +272,7 @@ def _orphans() -> Table:
             "The engine is vLLM's tree: API server, EngineCore and worker in one session. SIGKILL hits the API server "
             "alone; the others would hold the GPU memory and, as in vLLM, do not notice."
         ),
-        "The relaunch is until the next engine's code runs.",
+        "Gone or not is looked at, and the relaunch ends, at the first instruction of the next engine.",
         *attempts.notes,
     )
     header = ("supervisor", "old engine gone before the next one starts", "orphans 2 s later", "relaunch")
