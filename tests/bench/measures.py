@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Empty
@@ -163,29 +163,33 @@ def killed(peer: Peer, watch_s: float) -> Killed:
         return Killed(survived, alive(old), more, known_s if alive(old) and not more else None)
 
 
-def hang_s(peers: Sequence[Peer], bound_s: float) -> dict[str, dict[str, float | None]]:
-    """Per supervisor and kind of hang: seconds until it was started again, None if not by then.
+def hang_s(bounds_s: Mapping[Peer, float]) -> dict[str, dict[str, float | None]]:
+    """Per supervisor and kind of hang: seconds until it was started again, None if not within its bound.
 
-    All run at once, so that the bound is waited for once. Their contexts are open, and they are not started.
+    All run at once, so that only the longest bound is waited for. Their contexts are open, and they are not started.
     """
+    peers = list(bounds_s)
     for peer in peers:
         peer.start(*HANGS, changes=True)
     for peer in peers:
         peer.wait_up()
         for engine in peer.engines:
             peer.wait_settled(engine, 1)
-    began: dict[tuple[str, str], float] = {}
+    began: dict[Peer, float] = {}
     took: dict[str, dict[str, float | None]] = {peer.name: dict.fromkeys(HANGS) for peer in peers}
     for peer in peers:
         frozen, deaf = peer.engines
         frozen.mood.patch(freeze=True)
         deaf.mood.patch(hang=True)
-        began.update(dict.fromkeys(((peer.name, kind) for kind in HANGS), time.monotonic()))
-    end = time.monotonic() + bound_s
-    while time.monotonic() < end:
-        for peer in peers:
-            for engine in peer.engines:
-                if took[peer.name][engine.name] is None and engine.starts() > 1:
-                    took[peer.name][engine.name] = time.monotonic() - began[peer.name, engine.name]
+        began[peer] = time.monotonic()
+    while waiting := [
+        (peer, engine)
+        for peer in peers
+        for engine in peer.engines
+        if took[peer.name][engine.name] is None and time.monotonic() < began[peer] + bounds_s[peer]
+    ]:
+        for peer, engine in waiting:
+            if engine.starts() > 1:
+                took[peer.name][engine.name] = time.monotonic() - began[peer]
         time.sleep(0.05)
     return took

@@ -16,7 +16,7 @@ from tests.bench import measures
 from tests.bench.attempts import MISSING, Attempts
 from tests.bench.machines import DefaultUnit, OursAsService, PlainUnit
 from tests.bench.measures import Idle, Killed, Orphans
-from tests.bench.own import Ours, Settings
+from tests.bench.own import Ours, OursByDefault, Settings
 from tests.bench.peer import Peer
 from tests.bench.report import Table, spread
 from tests.bench.supervisors import Circus, Pm2, Runit, Supervisord, installed
@@ -42,9 +42,13 @@ class Size:
     readiness: int = 2
     watch_s: float = 8
     hang_s: float = 45
+    default_hang_s: float | None = 420
+    """For ours with its defaults, None: left out."""
 
 
-QUICK: Final = Size(kills=2, engines=(1, 2), idle_s=1, status_runs=2, readiness=1, watch_s=3, hang_s=25)
+QUICK: Final = Size(
+    kills=2, engines=(1, 2), idle_s=1, status_runs=2, readiness=1, watch_s=3, hang_s=25, default_hang_s=None
+)
 _STATUS_OF: Final = (1, 8)
 
 
@@ -321,23 +325,26 @@ _IMPATIENTLY: Final = (
 
 def _hang(size: Size) -> Table:
     attempts = Attempts()
+    bounds_s: dict[type[Peer], float] = {_impatient(peer): size.hang_s for peer in ALL}
+    if size.default_hang_s is not None:
+        bounds_s[OursByDefault] = size.default_hang_s
 
     def once() -> dict[str, dict[str, float | None]]:
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(_impatient(peer)()) for peer in ALL]
-            return measures.hang_s(opened, size.hang_s)
+            return measures.hang_s({stack.enter_context(peer()): bound_s for peer, bound_s in bounds_s.items()})
 
     took = attempts.of("hangs, all at once", once)
     rows = []
-    for peer in ALL:
+    for peer, bound_s in bounds_s.items():
         cells = [
-            MISSING if took is None else f"never within {size.hang_s:g} s" if one is None else f"{one:.1f} s"
+            MISSING if took is None else f"never within {bound_s:g} s" if one is None else f"{one:.1f} s"
             for one in ((took or {}).get(peer.name) or dict.fromkeys(measures.HANGS)).values()
         ]
         rows.append((peer.name, *cells))
     notes = (
         "Seconds until the next engine's code runs.",
         f"Ours is set for this test: {_IMPATIENTLY}. The defaults are 5, 60, 30, 3, 180 and 300.",
+        *([_BY_DEFAULT] if size.default_hang_s is not None else []),
         (
             "None of the others asks a service by HTTP. supervisord has an add-on that does (`httpok` of superlance, "
             "not installed here): it sees what `/health` shows, so not the first of these hangs."
@@ -346,6 +353,12 @@ def _hang(size: Size) -> Table:
     )
     header = ("supervisor", "nothing is computed, `/health` stays 200", "nothing answers, `/health` neither")
     return Table("A hang is noticed and the engine started again", header, tuple(rows), notes)
+
+
+_BY_DEFAULT: Final = (
+    f"{OursByDefault.name}: nothing is set, so that it also warms the engine up, gives it longer to end, and waits 1 s "
+    "before the new try. The same hangs at the same time, watched for longer."
+)
 
 
 def _impatient(peer: type[Peer]) -> type[Peer]:
