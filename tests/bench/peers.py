@@ -116,7 +116,7 @@ def _configurations() -> Table:
 # ---- crash to relaunch ----------------------------------------------------------------------------------------------
 
 _DELAYS: Final = {
-    Supervisord.name: "none",
+    Supervisord.name: "its loop: each second",
     Circus.name: "looks every 5 s (`check_delay`)",
     Runit.name: "none, after a second of life",
     Pm2.name: "none",
