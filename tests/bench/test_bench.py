@@ -80,8 +80,30 @@ def test_parts_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
         Path("/opt/vllm/bin/vllm"),
         None,
     )
-    assert bench.parse(["soak", "--minutes", "2.5", "--quick", "peers"]).parts == ["peers", "soak"]
+    mixed = bench.parse(["soak", "--minutes", "2.5", "peers"])
+    assert (mixed.parts, mixed.minutes) == (["peers", "soak"], 2.5)
+    assert bench.parse(["real", "--gpu", "--quick"]).gpu
     assert bench.parse(["all"]).parts == list(bench.PARTS)
+
+
+CONTRADICTIONS = [
+    (["soak", "--quick"], "cannot soak with --quick: give --minutes N"),
+    (["all", "--quick"], "cannot soak with --quick: give --minutes N"),
+    (["soak", "--gpu"], "cannot use --gpu with other parts than real: run scripts/bench real --gpu"),
+    (["all", "--gpu"], "cannot use --gpu with other parts than real: run scripts/bench real --gpu"),
+    (["--gpu"], "cannot use --gpu with other parts than real: run scripts/bench real --gpu"),
+    (["ours", "--minutes", "5"], "cannot use --minutes without the part soak"),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), CONTRADICTIONS)
+def test_parts_and_options_that_contradict_each_other_are_refused(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.parse(argv)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["nothing"], ["soak", "--minutes", "0"], ["soak", "--minutes", "x"]])
@@ -117,7 +139,7 @@ def test_a_quick_run_writes_nothing(page: Path) -> None:
 def test_a_part_on_a_gpu_is_one_of_its_own(page: Path) -> None:
     marks = "<!-- real --gpu: begin -->\n<!-- real --gpu: end -->\n"
     page.write_text(PAGE + marks, encoding="utf-8")
-    assert bench.one("real", bench.parse(["--gpu"]), page, _gives())
+    assert bench.one("real", bench.parse(["real", "--gpu"]), page, _gives())
     kept, _, written = page.read_text(encoding="utf-8").partition("<!-- real --gpu: begin -->\n")
     assert kept == PAGE
     assert "`scripts/bench real --gpu` repeats it" in written
@@ -148,6 +170,7 @@ def test_a_measurement_that_fails_is_told_in_the_page(page: Path) -> None:
         (["--help"], 0, "usage: scripts/bench"),
         (["peas"], 64, "peas"),
         (["--minutes", "0"], 64, "cannot soak for 0 minutes"),
+        *((argv, 64, text) for argv, text in CONTRADICTIONS),
     ],
 )
 def test_the_command_explains_itself(argv: list[str], code: int, text: str) -> None:
