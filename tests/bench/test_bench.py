@@ -17,7 +17,7 @@ from tests.bench.attempts import FAILED, Attempts
 from tests.bench.own import Ours, seen_in
 from tests.bench.peer import DOWN, Seen
 from tests.bench.processes import MARK, cpu_percent, family, memory, number_inside, parent
-from tests.bench.report import ROOT, Part, Table, quantile, spread, write
+from tests.bench.report import ROOT, Part, Table, commit, quantile, spread, write
 from tests.sim.engine import wait_until
 
 TABLE = Table("Title", ("a", "b"), (("1", "x|y"), ("2", "z")), ("a note",))
@@ -67,6 +67,27 @@ def test_a_part_says_when_where_and_how_it_was_measured() -> None:
     text = Part("ours").text([TABLE])
     for word in ("UTC", "commit", "cores", "GiB", "Linux", "Python", "load", "`scripts/bench ours`", "### Title"):
         assert word in text
+
+
+def test_a_page_that_was_just_written_is_no_change_of_what_is_measured(tmp_path: Path) -> None:
+    def git(*argv: str) -> None:
+        author = ("-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", tmp_path, *author, *argv], check=True, capture_output=True)
+
+    assert commit(tmp_path) == "no commit"
+    git("init")
+    (tmp_path / "docs").mkdir()
+    page, code = tmp_path / "docs" / "benchmarks.md", tmp_path / "code.py"
+    for path in (page, code):
+        path.write_text("old\n", encoding="utf-8")
+    git("add", ".")
+    git("commit", "-m", "all")
+    clean = commit(tmp_path)
+    assert len(clean) >= 7
+    page.write_text("new\n", encoding="utf-8")
+    assert commit(tmp_path) == clean
+    code.write_text("new\n", encoding="utf-8")
+    assert commit(tmp_path) == f"{clean}+"
 
 
 def test_parts_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
