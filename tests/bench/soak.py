@@ -42,6 +42,9 @@ PROMPT_TOKENS, ANSWER_TOKENS = (8, 400), (8, 300)
 FLAT_KIB_H = 1024
 """Memory is flat if the whole confidence interval of its slope is below this."""
 
+_FEWEST = 5
+"""Samples of a window that has a slope."""
+
 STATUS_S = 60.0
 _ACTS = ("verdict", "killing", "exited", "restart", "failed", "stopping", "spawned")
 
@@ -183,6 +186,7 @@ def report(folder: Path) -> list[Table]:
     flat = Table("The daemon", header, tuple(rows), _notes(run, samples))
     return [
         flat,
+        _by_window(samples, run["window_s"]),
         Table("The engine, and what was told of it", ("", "seen"), _engine_rows(samples, events, first, last, after)),
     ]
 
@@ -214,6 +218,23 @@ def verdict(first: Sequence[Document], last: Sequence[Document], after: Sequence
 def memory_slope(samples: Sequence[Document], key: str) -> real_figures.Interval:
     """KiB per hour."""
     return real_figures.slope([s["at_s"] / 3600 for s in samples], [s[key] for s in samples])
+
+
+def _by_window(samples: Sequence[Document], window_s: float) -> Table:
+    """Growth that fades is seen by its slope in one window after the other."""
+    rows = []
+    begin = 0.0
+    while begin < samples[-1]["at_s"]:
+        end = min(begin + window_s, samples[-1]["at_s"])
+        inside = [s for s in samples if begin <= s["at_s"] <= end]
+        if len(inside) >= _FEWEST:
+            trend = memory_slope(inside, "anonymous_kib")
+            per_window = (f"{value * window_s / 3600:+.0f}" for value in trend)
+            minutes = f"{begin / 60:.3g} to {end / 60:.3g}"
+            rows.append((minutes, "{} ({} to {})".format(*per_window), f"{trend.value:+.0f}"))
+        begin += window_s
+    header = ("minutes", f"slope, KiB in {window_s / 60:.2g} min (95 % CI)", "KiB/h")
+    return Table("Anonymous memory, window by window", header, tuple(rows))
 
 
 def _engine_rows(

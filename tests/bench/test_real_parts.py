@@ -101,6 +101,19 @@ def test_a_flat_run(tmp_path: Path) -> None:
     assert rows["warnings and worse in the history"] == "none"
     assert rows["all events in the history"] == "ready 1"
     assert rows["requests failed"] == "0"
+    assert rows["50 to 60"] == "+0 (+0 to +0)"
+
+
+def test_growth_that_fades_is_seen_window_by_window(tmp_path: Path) -> None:
+    samples = [sample(at, anonymous_kib=30_720 + min(at, 900)) for at in range(0, 1811, 10)]
+    rows = summed_up(tmp_path, samples, [])
+    assert [rows.get(minutes) for minutes in ("0 to 10", "20 to 30", "30 to 30.2")] == [
+        "+600 (+600 to +600)",
+        "+0 (+0 to +0)",
+        None,
+    ]
+    low, high = map(int, rows["10 to 20"].partition("(")[2].removesuffix(")").split(" to "))
+    assert low < 300 < high
 
 
 def test_a_run_that_is_not_flat_and_lost_its_engine(tmp_path: Path) -> None:
