@@ -160,4 +160,4 @@ def test_windows_are_paired_with_their_neighbours() -> None:
     ]
     rows = cells(real.throughput_table(measured, 20.0, 0.002))
     assert rows["with / without (95 % CI)"] == ("0.9900 (0.9900 to 0.9900, 4 pairs)",)
-    assert rows["with / without, had one core to give all of that"] == ("0.9990",)
+    assert rows["estimated loss of one busy core"] == ("0.100 %",)
