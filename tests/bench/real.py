@@ -40,6 +40,16 @@ EVERY_S = 0.01
 ORDER = ("with", "without", "without", "with")
 
 
+class Size(NamedTuple):
+    """How much is measured."""
+
+    starts: int
+    """Of each kind."""
+    blocks: int
+    """Of four windows, which are two pairs."""
+    window_s: float = 20
+
+
 class Requests(NamedTuple):
     """Completions of one start: the same length, never the same words."""
 
@@ -77,13 +87,20 @@ class Window(NamedTuple):
 
 
 def tables(options: argparse.Namespace) -> list[Table]:
-    """All parts; with `options.quick` one start of each kind and four pairs of short windows."""
+    """All parts."""
     build = real_engine.build(options.vllm, options.model, gpu=options.gpu)
+    size = size_of(options)
     with real_engine.ended_by_signals():
-        ours, bare = starts(build, 1 if options.quick else 3)
-        blocks, window_s = (2, 5.0) if options.quick else (4, 20.0)
-        measured, look_s = windows(build, blocks, window_s)
-    return [start_table(ours, bare), first_table(ours, bare), throughput_table(measured, window_s, look_s)]
+        ours, bare = starts(build, size.starts)
+        measured, look_s = windows(build, size.blocks, size.window_s)
+    return [start_table(ours, bare), first_table(ours, bare), throughput_table(measured, size.window_s, look_s)]
+
+
+def size_of(options: argparse.Namespace) -> Size:
+    """More on a GPU, where all of it takes less time."""
+    if options.quick:
+        return Size(starts=1, blocks=2, window_s=5)
+    return Size(starts=5, blocks=6) if options.gpu else Size(starts=3, blocks=4)
 
 
 def starts(build: Build, count: int) -> tuple[list[Start], list[Start]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bench import real, real_figures, soak
+from tests.bench.__main__ import parse
 from tests.bench.real_engine import Answer
 from tests.bench.report import Table
 
@@ -151,6 +152,14 @@ def test_a_start_is_told_in_its_parts() -> None:
     assert first["ours, after READY: time to first token"][3:5] == ("0.88 (0.88 to 0.88)", "1.10 (1.10 to 1.10)")
     assert first["bare, after /health 200: time to first token"][3:5] == ("3.20 (3.20 to 3.20)", "4.00 (4.00 to 4.00)")
     assert first["bare, after /health 200: whole answer"][4:] == ("2.00 (2.00 to 2.00)", "1.00")
+
+
+@pytest.mark.parametrize(
+    ("argv", "starts", "pairs"), [(["real"], 3, 8), (["real", "--gpu"], 5, 12), (["real", "--gpu", "--quick"], 1, 4)]
+)
+def test_how_much_is_measured(argv: list[str], starts: int, pairs: int) -> None:
+    size = real.size_of(parse(argv))
+    assert (size.starts, size.blocks * len(real.ORDER) // 2) == (starts, pairs)
 
 
 def test_windows_are_paired_with_their_neighbours() -> None:
