@@ -14,6 +14,7 @@ from tests.bench import scale, split
 from tests.bench.attempts import MISSING, Attempts
 from tests.bench.report import Table, quantile, spread
 from tests.bench.scale import Cost
+from tests.bench.scraping import SCRAPE_S
 from tests.bench.split import Relaunch, Status
 
 UNSEEN_PERCENT: Final = 0.0005
@@ -23,6 +24,8 @@ CPU_OF_100_PERCENT: Final = 5
 RESIDENT_MIB: Final = 60
 STATUS_MS: Final = 80
 NOTICED_MS: Final = 100
+_FOR_P99: Final = 100
+"""With fewer values the 99th percentile would be the largest."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
         _targets(costs, status, alone, noticed, attempts.notes),
         _scale(found),
         _threads(found),
-        _turns(found),
+        turns_table(found),
         _adoption(found),
         _polls(looks, found),
         _relaunch({"one process": alone, "a tree like vLLM's": tree}, bare),
@@ -109,8 +112,9 @@ def _targets(
     notes = (
         "Medians are judged. The tables below say where each goes.",
         (
-            "All parts on: `/metrics` is served and was scraped, a webhook by HTTPS is set up (and refuses), history "
-            "is written. No GPU here, so no helper for NVML."
+            f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
+            " events (which refuses), history. Canaries come after 60 s without work: at most one per engine in a"
+            " window. No GPU here, so no helper for NVML."
         ),
         *failures,
     )
@@ -158,12 +162,13 @@ def _threads(found: Sequence[Cost]) -> Table:
     return Table("CPU by kind of thread, % of a core", header, rows)
 
 
-def _turns(found: Sequence[Cost]) -> Table:
+def turns_table(found: Sequence[Cost]) -> Table:
+    """How long the loop is not to be had."""
     rows = []
     for one in found:
         if turns := one.turns_ms:
-            cells = (f"{quantile(turns, part):.2f}" for part in (0.5, 0.99))
-            rows.append((str(one.engines), str(len(turns)), *cells, f"{max(turns):.2f}"))
+            p99 = f"{quantile(turns, 0.99):.2f}" if len(turns) >= _FOR_P99 else "-"
+            rows.append((str(one.engines), str(len(turns)), f"{quantile(turns, 0.5):.2f}", p99, f"{max(turns):.2f}"))
     notes = (
         (
             "A turn is one observation: decided, persisted, published, set in motion. Whatever comes meanwhile waits "

@@ -16,6 +16,7 @@ from tests.bench.engines import free_ports
 from tests.bench.peer import RAN_S
 from tests.bench.processes import Memory, cpu_percent, cpu_s, memory
 from tests.bench.report import ROOT
+from tests.bench.scraping import scraped
 from tests.daemon.harness import Daemon, engine_toml
 from tests.sim.engine import sim_command, wait_until
 
@@ -100,7 +101,7 @@ def _thread(pid: int, task: int, comm: str) -> str:
 
 
 def cost(count: int, seconds: float, adoptions: int) -> Cost:
-    """All parts on: /metrics was scraped, notifications go out by TLS. The engines are trees like vLLM's."""
+    """All parts on: /metrics is scraped, notifications go out by TLS. The engines are trees like vLLM's."""
     *numbers, listens, refuses = free_ports(count + 2)
     ports = {f"e{number}": port for number, port in enumerate(numbers)}
     listen = f"127.0.0.1:{listens}"
@@ -117,10 +118,12 @@ def cost(count: int, seconds: float, adoptions: int) -> Cost:
             _wait_ready(daemon, count)
             with urllib.request.urlopen(f"http://{listen}/metrics", timeout=30) as page:
                 page.read()
-            time.sleep(SETTLE_S)
-            before = turns.stat().st_size
-            percent, kinds = cpu_percent(lambda: [daemon.pid], seconds, _thread)
-            durations = array("d", turns.read_bytes()[before:])
+            with scraped(listens) as scrapes:
+                time.sleep(SETTLE_S)
+                before = turns.stat().st_size
+                percent, kinds = cpu_percent(lambda: [daemon.pid], seconds, _thread)
+                durations = array("d", turns.read_bytes()[before:])
+            assert set(scrapes) <= {"ok"}, f"scrapes of /metrics: {dict(scrapes)}"
             pid = Path(f"/proc/{daemon.pid}")
             return Cost(
                 engines=count,

@@ -13,25 +13,23 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from supervisord.control import client
 from tests.bench import polls, real_engine, real_figures, real_proc
 from tests.bench.report import Table, quantile
+from tests.bench.scraping import SCRAPE_S, scraped
 from tests.daemon.harness import Daemon
 from tests.daemon.sims import table
-from tests.sim.engine import free_port, http, title_of
+from tests.sim.engine import free_port, title_of
 
 Document = dict[str, Any]
 
 SAMPLE_S = 10
-SCRAPE_S = 15
 WINDOW_S = 600
 """One cycle of the load: the first and the last of them have seen the same."""
 
@@ -78,7 +76,7 @@ def measure(folder: Path, minutes: float, build: real_engine.Build) -> None:
         (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
         with (
             real_engine.load(port, max(n for n, _ in CYCLE), PROMPT_TOKENS, ANSWER_TOKENS) as load,
-            _scraped(listen) as scrapes,
+            scraped(listen) as scrapes,
         ):
             Sampler(daemon, load, scrapes, folder).run(minutes * 60, shorter)
 
@@ -361,29 +359,3 @@ def _kept(daemon: Daemon, folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             shutil.copy(daemon.log, folder / "daemon.log")
-
-
-@contextlib.contextmanager
-def _scraped(port: int) -> Iterator[Counter[str]]:
-    """/metrics is fetched as Prometheus does; what came of it is counted."""
-    seen: Counter[str] = Counter()
-    over = threading.Event()
-
-    def scrape() -> str:
-        try:
-            answer = http("GET", f"http://127.0.0.1:{port}/metrics", timeout_s=10)
-        except OSError as error:
-            return type(error).__name__
-        return "ok" if answer.status == HTTPStatus.OK and "vllm" in answer.text else f"status {answer.status}"
-
-    def again_and_again() -> None:
-        while not over.wait(SCRAPE_S):
-            seen[scrape()] += 1
-
-    thread = threading.Thread(target=again_and_again, daemon=True)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join(15)

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.bench import __main__ as bench
-from tests.bench import measures, split
+from tests.bench import measures, ours, split
 from tests.bench.attempts import FAILED, Attempts
 from tests.bench.own import Ours, seen_in
 from tests.bench.peer import DOWN, Seen
 from tests.bench.processes import MARK, cpu_percent, family, memory, number_inside, parent
 from tests.bench.report import ROOT, Part, Table, commit, quantile, spread, write
+from tests.bench.scale import Cost
 from tests.sim.engine import wait_until
 
 TABLE = Table("Title", ("a", "b"), (("1", "x|y"), ("2", "z")), ("a note",))
@@ -223,6 +224,14 @@ def test_a_supervisor_is_all_that_descends_from_it_but_its_engines(busy: subproc
     assert (both.processes, one.processes) == (2, 1)
     assert both.rss_mib > one.rss_mib >= one.pss_mib > 0
     assert number_inside(os.getpid()) > 0
+
+
+def test_a_99th_percentile_needs_a_hundred_values() -> None:
+    def cost(turns_ms: list[float]) -> Cost:
+        return Cost(8, 0.2, {}, 0.1, memory([os.getpid()]), 9, 20, turns_ms)
+
+    rows = ours.turns_table([cost([1.0] * 98 + [2.0]), cost([1.0] * 98 + [2.0, 3.0])]).rows
+    assert [row[1:] for row in rows] == [("99", "1.00", "-", "2.00"), ("100", "1.00", "3.00", "3.00")]
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------
