@@ -30,16 +30,16 @@ _FOR_P99: Final = 100
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: engines with the seconds of their window and the number of adoptions."""
+    """How much is measured: engines with the seconds of their window and the numbers of adoptions and of kills."""
 
-    scales: tuple[tuple[int, float, int], ...] = ((1, 20, 5), (8, 60, 5), (32, 20, 0), (100, 20, 3))
+    scales: tuple[tuple[int, float, int, int], ...] = ((1, 20, 5, 0), (8, 60, 5, 10), (32, 20, 0, 0), (100, 20, 3, 0))
     kills: int = 30
     status_runs: int = 20
     starts: int = 20
     looks: int = 200
 
 
-QUICK: Final = Size(scales=((1, 5, 1), (8, 5, 1)), kills=3, status_runs=3, starts=2, looks=20)
+QUICK: Final = Size(scales=((1, 5, 1, 0), (8, 5, 1, 2)), kills=3, status_runs=3, starts=2, looks=20)
 _OF_TARGETS: Final = 8
 
 
@@ -113,6 +113,7 @@ def _targets(
         "Medians are judged. The tables below say where each goes.",
         (
             f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
+            f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
             " events (which refuses), history. Canaries come after 60 s without work: at most one per engine in a"
             " window. No GPU here, so no helper for NVML."
         ),
@@ -165,10 +166,12 @@ def _threads(found: Sequence[Cost]) -> Table:
 def turns_table(found: Sequence[Cost]) -> Table:
     """How long the loop is not to be had."""
     rows = []
-    for one in found:
-        if turns := one.turns_ms:
+    idle = [(str(one.engines), one.turns_ms) for one in found]
+    killed = [(f"{one.engines}, one killed every {scale.KILL_EVERY_S:g} s", one.turns_in_kills_ms) for one in found]
+    for what, turns in (*idle, *killed):
+        if turns:
             p99 = f"{quantile(turns, 0.99):.2f}" if len(turns) >= _FOR_P99 else "-"
-            rows.append((str(one.engines), str(len(turns)), f"{quantile(turns, 0.5):.2f}", p99, f"{max(turns):.2f}"))
+            rows.append((what, str(len(turns)), f"{quantile(turns, 0.5):.2f}", p99, f"{max(turns):.2f}"))
     notes = (
         (
             "A turn is one observation: decided, persisted, published, set in motion. Whatever comes meanwhile waits "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.bench.engines import free_ports
 from tests.bench.peer import RAN_S
-from tests.bench.processes import Memory, cpu_percent, cpu_s, memory
+from tests.bench.processes import Memory, cpu_percent, cpu_s, kill, memory
 from tests.bench.report import ROOT
 from tests.bench.scraping import scraped
 from tests.daemon.harness import Daemon, engine_toml
@@ -29,6 +29,7 @@ max_restarts = 10000
 """
 SETTLE_S = 10.0
 """What the start leaves to be done (records, first looks) is not what polling costs."""
+KILL_EVERY_S = 1.0
 _START_S = 600
 POLL_S = 5
 _LIFE_S = "900"
@@ -82,6 +83,8 @@ class Cost:
     threads: int
     fds: int
     turns_ms: list[float]
+    turns_in_kills_ms: list[float] = field(default_factory=list)
+    """While one engine after the other was killed, one each second, until all were ready again."""
     adoptions: list[Adoption] = field(default_factory=list)
 
 
@@ -100,7 +103,7 @@ def _thread(pid: int, task: int, comm: str) -> str:
     return "the loop" if pid == task else re.sub(r"\be\d+\b.*", "", comm).strip() or comm
 
 
-def cost(count: int, seconds: float, adoptions: int) -> Cost:
+def cost(count: int, seconds: float, adoptions: int, kills: int) -> Cost:
     """All parts on: /metrics is scraped, notifications go out by TLS. The engines are trees like vLLM's."""
     *numbers, listens, refuses = free_ports(count + 2)
     ports = {f"e{number}": port for number, port in enumerate(numbers)}
@@ -122,7 +125,7 @@ def cost(count: int, seconds: float, adoptions: int) -> Cost:
                 time.sleep(SETTLE_S)
                 before = turns.stat().st_size
                 percent, kinds = cpu_percent(lambda: [daemon.pid], seconds, _thread)
-                durations = array("d", turns.read_bytes()[before:])
+                durations_ms = _since(turns, before)
             assert set(scrapes) <= {"ok"}, f"scrapes of /metrics: {dict(scrapes)}"
             pid = Path(f"/proc/{daemon.pid}")
             return Cost(
@@ -133,9 +136,24 @@ def cost(count: int, seconds: float, adoptions: int) -> Cost:
                 memory=memory([daemon.pid]),
                 threads=len(list((pid / "task").iterdir())),
                 fds=len(list((pid / "fd").iterdir())),
-                turns_ms=[one * 1000 for one in durations],
+                turns_ms=durations_ms,
+                turns_in_kills_ms=_turns_in_kills_ms(daemon, turns, count, kills),
                 adoptions=[_adopt(daemon, count) for _ in range(adoptions)],
             )
+
+
+def _since(turns: Path, size: int) -> list[float]:
+    """Milliseconds of the turns since the file had this size."""
+    return [one * 1000 for one in array("d", turns.read_bytes()[size:])]
+
+
+def _turns_in_kills_ms(daemon: Daemon, turns: Path, count: int, kills: int) -> list[float]:
+    before = turns.stat().st_size
+    for number in range(kills):
+        kill([_wait_pid(daemon, f"e{number % count}")])
+        time.sleep(KILL_EVERY_S)
+    _wait_ready(daemon, count)
+    return _since(turns, before) if kills else []
 
 
 def _ready(daemon: Daemon) -> dict[str, int]:
@@ -149,6 +167,10 @@ def _wait_ready(daemon: Daemon, count: int) -> dict[str, int]:
         return ready if len(ready) == count else {}
 
     return wait_until(all_ready, _START_S, f"{count} engines to be ready", 0.05)
+
+
+def _wait_pid(daemon: Daemon, name: str) -> int:
+    return wait_until(lambda: _ready(daemon).get(name, 0), _START_S, f"{name} to be ready")
 
 
 def _adopt(daemon: Daemon, count: int) -> Adoption:

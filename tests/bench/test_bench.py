@@ -227,11 +227,12 @@ def test_a_supervisor_is_all_that_descends_from_it_but_its_engines(busy: subproc
 
 
 def test_a_99th_percentile_needs_a_hundred_values() -> None:
-    def cost(turns_ms: list[float]) -> Cost:
-        return Cost(8, 0.2, {}, 0.1, memory([os.getpid()]), 9, 20, turns_ms)
-
-    rows = ours.turns_table([cost([1.0] * 98 + [2.0]), cost([1.0] * 98 + [2.0, 3.0])]).rows
-    assert [row[1:] for row in rows] == [("99", "1.00", "-", "2.00"), ("100", "1.00", "3.00", "3.00")]
+    idle, killed = [1.0] * 98 + [2.0], [1.0] * 98 + [2.0, 3.0]
+    rows = ours.turns_table([Cost(8, 0.2, {}, 0.1, memory([os.getpid()]), 9, 20, idle, killed)]).rows
+    assert rows == (
+        ("8", "99", "1.00", "-", "2.00"),
+        ("8, one killed every 1 s", "100", "1.00", "3.00", "3.00"),
+    )
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------
