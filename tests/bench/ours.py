@@ -24,6 +24,10 @@ CPU_OF_100_PERCENT: Final = 5
 RESIDENT_MIB: Final = 60
 STATUS_MS: Final = 80
 NOTICED_MS: Final = 100
+THREADS: Final = "CPU by kind of thread, % of a core"
+RELAUNCH: Final = "Crash to relaunch, and where it goes"
+STATUS: Final = "`status`, and where it goes"
+IMPORTS: Final = "Memory of what is imported"
 _FOR_P99: Final = 100
 """With fewer values the 99th percentile would be the largest."""
 
@@ -60,7 +64,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     grown = attempts.of("imports", split.memory_of_imports_mib)
     found = [one for one in costs.values() if one is not None]
     return [
-        _targets(costs, status, alone, noticed, attempts.notes),
+        targets_table(costs, status, alone, noticed, attempts.notes),
         _scale(found),
         _threads(found),
         turns_table(found),
@@ -75,42 +79,47 @@ def tables(options: argparse.Namespace) -> list[Table]:
 # ---- the targets ----------------------------------------------------------------------------------------------------
 
 
-def _verdict(value: float, limit: float) -> str:
-    return "reached" if value <= limit else f"**missed**: {value / limit:.1f} times as much"
+def _verdict(value: float, limit: float, where: str) -> str:
+    """`where` is the table that shows what it would take, if one does."""
+    see = f"; see *{where}*" if where else ""
+    return "reached" if value <= limit else f"**missed**: {value / limit:.1f} times as much{see}"
 
 
-def _times(what: str, times: Sequence[float] | None, limit_ms: float) -> tuple[str, ...]:
+def _times(what: str, times: Sequence[float] | None, limit_ms: float, where: str = "") -> tuple[str, ...]:
     target = f"≤ {limit_ms:g} ms"
     if not times:
         return (what, MISSING, target, "-")
-    return (what, spread(times, "ms"), target, _verdict(statistics.median(times), limit_ms))
+    return (what, spread(times, "ms"), target, _verdict(statistics.median(times), limit_ms, where))
 
 
-def _cell(what: str, value: float | None, unit: str, limit: float) -> tuple[str, ...]:
+def _cell(what: str, value: float | None, unit: str, limit: float, where: str) -> tuple[str, ...]:
     target = f"≤ {limit:g} {unit}"
-    return (
-        (what, MISSING, target, "-") if value is None else (what, f"{value:.3g} {unit}", target, _verdict(value, limit))
-    )
+    if value is None:
+        return (what, MISSING, target, "-")
+    return (what, f"{value:.3g} {unit}", target, _verdict(value, limit, where))
 
 
-def _targets(
+def targets_table(
     costs: dict[int, Cost | None],
     status: dict[int, Status | None],
     alone: Relaunch | None,
     noticed: list[float] | None,
     failures: list[str],
 ) -> Table:
+    """Reached or missed, and where the parts of what was missed are."""
     eight, hundred, shown = costs.get(8), costs.get(100), status[_OF_TARGETS]
     rows = (
-        _times("crash to relaunch, one process, no back-off", alone.total if alone else None, RELAUNCH_MS),
-        _cell("CPU of a core, 8 engines polled every 5 s", eight.cpu_percent if eight else None, "%", CPU_PERCENT),
-        _cell("resident memory, 8 engines", eight.memory.rss_mib if eight else None, "MiB", RESIDENT_MIB),
-        _times(f"`status`, {_OF_TARGETS} engines and six GPUs", shown.status if shown else None, STATUS_MS),
-        _cell("CPU of a core, 100 engines", hundred.cpu_percent if hundred else None, "%", CPU_OF_100_PERCENT),
+        _times("crash to relaunch, one process, no back-off", alone.total if alone else None, RELAUNCH_MS, RELAUNCH),
+        _cell(
+            "CPU of a core, 8 engines polled every 5 s", eight.cpu_percent if eight else None, "%", CPU_PERCENT, THREADS
+        ),
+        _cell("resident memory, 8 engines", eight.memory.rss_mib if eight else None, "MiB", RESIDENT_MIB, IMPORTS),
+        _times(f"`status`, {_OF_TARGETS} engines and six GPUs", shown.status if shown else None, STATUS_MS, STATUS),
+        _cell("CPU of a core, 100 engines", hundred.cpu_percent if hundred else None, "%", CPU_OF_100_PERCENT, THREADS),
         _times("readiness told after the engine answers, while starting", noticed, NOTICED_MS),
     )
     notes = (
-        "Medians are judged. The tables below say where each goes.",
+        "Medians are judged. What a missed target would take is in the table named beside it: to do without a part.",
         (
             f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
             f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
@@ -160,7 +169,7 @@ def _threads(found: Sequence[Cost]) -> Table:
     )
     rows = tuple((kind, *(f"{one.by_thread.get(kind, 0):.3f}" for one in found)) for kind in kinds)
     header = ("thread", *(f"{one.engines} engines" for one in found))
-    return Table("CPU by kind of thread, % of a core", header, rows)
+    return Table(THREADS, header, rows)
 
 
 def turns_table(found: Sequence[Cost]) -> Table:
@@ -257,7 +266,7 @@ def _relaunch(found: dict[str, Relaunch | None], bare: list[float] | None) -> Ta
         "in fsync",
         "in the spawn",
     )
-    return Table("Crash to relaunch, and where it goes", header, tuple(rows), tuple(notes))
+    return Table(RELAUNCH, header, tuple(rows), tuple(notes))
 
 
 def _status_split(status: dict[int, Status | None]) -> Table:
@@ -291,7 +300,7 @@ def _status_split(status: dict[int, Status | None]) -> Table:
         "other modules, ms",
         "all beside bare Python, ms",
     )
-    return Table("`status`, and where it goes", header, tuple(rows), notes)
+    return Table(STATUS, header, tuple(rows), notes)
 
 
 def _imports(grown: list[tuple[str, float]]) -> Table:
@@ -302,4 +311,4 @@ def _imports(grown: list[tuple[str, float]]) -> Table:
             "daemon has beyond that is its own work."
         ),
     )
-    return Table("Memory of what is imported", ("import", "resident, MiB"), rows, notes)
+    return Table(IMPORTS, ("import", "resident, MiB"), rows, notes)

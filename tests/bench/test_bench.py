@@ -16,7 +16,7 @@ from tests.bench import measures, ours, split
 from tests.bench.attempts import FAILED, Attempts
 from tests.bench.own import Ours, seen_in
 from tests.bench.peer import DOWN, Seen
-from tests.bench.processes import MARK, cpu_percent, family, memory, number_inside, parent
+from tests.bench.processes import MARK, Memory, cpu_percent, family, memory, number_inside, parent
 from tests.bench.report import ROOT, Part, Table, commit, quantile, spread, write
 from tests.bench.scale import Cost
 from tests.sim.engine import wait_until
@@ -228,11 +228,25 @@ def test_a_supervisor_is_all_that_descends_from_it_but_its_engines(busy: subproc
 
 def test_a_99th_percentile_needs_a_hundred_values() -> None:
     idle, killed = [1.0] * 98 + [2.0], [1.0] * 98 + [2.0, 3.0]
-    rows = ours.turns_table([Cost(8, 0.2, {}, 0.1, memory([os.getpid()]), 9, 20, idle, killed)]).rows
+    rows = ours.turns_table([Cost(8, 0.2, {}, 0.1, Memory(30, 20, 1), 9, 20, idle, killed)]).rows
     assert rows == (
         ("8", "99", "1.00", "-", "2.00"),
         ("8, one killed every 1 s", "100", "1.00", "3.00", "3.00"),
     )
+
+
+def test_a_missed_target_names_the_table_with_its_parts() -> None:
+    cost = Cost(8, 0.2, {}, 0.1, Memory(30, 20, 1), 9, 20, [])
+    status: dict[int, split.Status | None] = {8: split.Status([160.0], [20.0], [10.0], 0, 0)}
+    table = ours.targets_table({8: cost}, status, None, [120.0], [])
+    assert [row[3] for row in table.rows] == [
+        "-",
+        "reached",
+        "reached",
+        f"**missed**: 2.0 times as much; see *{ours.STATUS}*",
+        "-",
+        "**missed**: 1.2 times as much",
+    ]
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------
