@@ -357,7 +357,8 @@ def _hang(size: Size) -> Table:
 
 _BY_DEFAULT: Final = (
     f"{OursByDefault.name}: nothing is set, so that it also warms the engine up, gives it longer to end, and waits 1 s "
-    "before the new try. The same hangs at the same time, watched for longer."
+    "before the new try. The same hangs at the same time, watched for longer. How much of the 60 s before a canary had "
+    "passed already is chance."
 )
 
 

@@ -29,7 +29,6 @@ max_restarts = 10000
 """
 SETTLE_S = 10.0
 """What the start leaves to be done (records, first looks) is not what polling costs."""
-KILL_EVERY_S = 1.0
 _START_S = 600
 POLL_S = 5
 _LIFE_S = "900"
@@ -151,7 +150,7 @@ def _turns_in_kills_ms(daemon: Daemon, turns: Path, count: int, kills: int) -> l
     before = turns.stat().st_size
     for number in range(kills):
         kill([_wait_pid(daemon, f"e{number % count}")])
-        time.sleep(KILL_EVERY_S)
+        time.sleep(1)
     _wait_ready(daemon, count)
     return _since(turns, before) if kills else []
 

@@ -231,7 +231,7 @@ def test_a_99th_percentile_needs_a_hundred_values() -> None:
     rows = ours.turns_table([Cost(8, 0.2, {}, 0.1, Memory(30, 20, 1), 9, 20, idle, killed)]).rows
     assert rows == (
         ("8", "99", "1.00", "-", "2.00"),
-        ("8, one killed every 1 s", "100", "1.00", "3.00", "3.00"),
+        ("8, one killed every second for 10 s", "100", "1.00", "3.00", "3.00"),
     )
 
 
