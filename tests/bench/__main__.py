@@ -17,6 +17,7 @@ from tests.bench.report import PAGE, Part, Table, write
 PARTS = ("peers", "ours", "real", "soak")
 """Each is a module here with `tables(options)`, imported when it is asked for: what one needs, others may lack."""
 BY_DEFAULT = ("peers", "ours", "real")
+SOAK_MIN = 60
 
 Measure = Callable[[argparse.Namespace], "list[Table]"]
 
@@ -27,18 +28,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join((*PARTS, "all")))
     parser.add_argument("--quick", action="store_true", help="few repetitions; prints, and writes nothing to the page")
     parser.add_argument("--gpu", action="store_true", help="real: with vLLM's CUDA build on GPU 0, a part of its own")
-    parser.add_argument("--minutes", type=float, default=60, help="how long the soak takes")
+    parser.add_argument("--minutes", type=float, help=f"how long the soak takes ({SOAK_MIN})")
     options = parser.parse_intermixed_args(argv)
     unknown = sorted({*options.parts} - {*PARTS, "all"})
     if unknown:
         parser.error(f"cannot measure {unknown[0]}: the parts are {', '.join((*PARTS, 'all'))}")
-    if options.minutes <= 0:
-        parser.error(f"cannot soak for {options.minutes:g} minutes: give more than 0")
     named = PARTS if "all" in options.parts else options.parts or BY_DEFAULT
     options.parts = [part for part in PARTS if part in named]
+    if problem := _contradiction(options):
+        parser.error(problem)
+    options.minutes = options.minutes or SOAK_MIN
     options.vllm = _path("VLLM_SUPERVISOR_TEST_VLLM")
     options.model = _path("VLLM_SUPERVISOR_TEST_MODEL")
     return options
+
+
+def _contradiction(options: argparse.Namespace) -> str:
+    """What these options cannot do with these parts, and the remedy; scripts/bench says the same earlier."""
+    if options.minutes is not None and options.minutes <= 0:
+        return f"cannot soak for {options.minutes:g} minutes: give more than 0"
+    if options.minutes is not None and "soak" not in options.parts:
+        return "cannot use --minutes without the part soak: name it, or leave the option out"
+    if options.quick and "soak" in options.parts:
+        return "cannot soak with --quick: give --minutes N, in a run of its own"
+    if options.gpu and options.parts != ["real"]:
+        return "cannot use --gpu with other parts than real: run scripts/bench real --gpu"
+    return ""
 
 
 def _path(name: str) -> Path | None:

@@ -115,12 +115,6 @@ class BenchEngine:
         """How often it was started (as a simulated vLLM)."""
         return len(self._record.read_text(encoding="utf-8").splitlines())
 
-    def wait_starts(self, count: int, timeout_s: float, every_s: float = 0.002) -> bool:
-        """Whether it was started so often within the time."""
-        with contextlib.suppress(AssertionError):
-            return bool(wait_until(lambda: self.starts() >= count, timeout_s, "a start", every_s))
-        return False
-
     def processes(self) -> list[int]:
         """All that belongs to it, as numbered out here."""
         return processes_with_marker(MARK, self.mark)

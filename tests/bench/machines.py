@@ -1,4 +1,4 @@
-"""systemd with the owner's plain unit, and us with engines as services, in a machine that is booted for it."""
+"""systemd with a plain unit, and us with engines as services, in a machine that is booted for it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.e2e_systemd.node import SOCKET, UNIT, USER, SupervisedNode
 
 HOME = "/srv/bench"
 
-# What the owner's documents ask of a unit: a user, after the driver's daemon, always, after 10 s, the journal.
-_OWNERS_UNIT = """[Unit]
+# As guides write it: a user, after the driver's daemon, always, after 10 s, the journal.
+_PLAIN_UNIT = """[Unit]
 Description=vLLM engine {name}
 After=network.target nvidia-persistenced.service
 [Service]
@@ -75,7 +75,7 @@ class InMachine(Peer):
 
 
 class PlainUnit(InMachine):
-    name = "systemd, owner's unit"
+    name = "systemd, plain unit"
     what = "`Restart=always`, `RestartSec=10`, own user, output to the journal; PID 1 and journald are counted"
     can_be_killed = False
     restart = "10"
@@ -83,7 +83,7 @@ class PlainUnit(InMachine):
     def configure(self) -> None:
         for engine in self.engines:
             command = f"{engine.script} {' '.join(engine.arguments)}"
-            text = _OWNERS_UNIT.format(name=engine.name, user=USER, command=command, restart=self.restart)
+            text = _PLAIN_UNIT.format(name=engine.name, user=USER, command=command, restart=self.restart)
             self.machine.write(f"/etc/systemd/system/{self._unit(engine.name)}", text)
 
     @staticmethod

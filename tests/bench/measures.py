@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from queue import Empty
 
 from tests.bench.peer import Peer
 from tests.bench.processes import Memory, cpu_percent, kill, memory
@@ -21,14 +23,19 @@ _KNOWN_S = 60.0
 
 
 def relaunch_ms(peer: Peer, kills: int) -> list[float]:
-    """From SIGKILL of an engine that has run to the first instruction of the next one."""
-    took = []
+    """From SIGKILL of an engine that has run to the first instruction of the next one.
+
+    Who looks by the clock has started the engine at a look: a random rest before each kill meets it at any time between
+    two looks, the same way in every run.
+    """
+    took, rng = [], random.Random(peer.name)
     with peer:
         peer.start("e0", **ALONE)
         (engine,) = peer.engines
         with engine.telling() as told:
             for starts in range(1, kills + 1):
                 peer.wait_settled(engine, starts)
+                time.sleep(rng.uniform(0, peer.looks_every_s))
                 (pid,) = engine.servers()
                 while not told.empty():
                     told.get()
@@ -90,7 +97,7 @@ def readiness_lag_s(peer: Peer) -> float:
 
 @dataclass(frozen=True)
 class Orphans:
-    """After SIGKILL of an API server: how many of its other processes lived when the next one started, and later."""
+    """After SIGKILL of an API server: how many of its other processes lived when the next one began, and later."""
 
     at_start: int
     later: int
@@ -105,11 +112,14 @@ def orphans(peer: Peer, timeout_s: float) -> Orphans:
         (engine,) = peer.engines
         peer.wait_settled(engine, 1)
         rest = wait_until(engine.workers, 30, "EngineCore")
-        began = time.monotonic()
-        kill(engine.servers())
-        if not engine.wait_starts(2, timeout_s):
-            raise TimeoutError(f"no next engine within {timeout_s:g} s")
-        at_start, took_s = sum(map(alive, rest)), time.monotonic() - began
+        with engine.telling() as told:
+            began = time.monotonic()
+            kill(engine.servers())
+            try:
+                took_s = told.get(timeout=timeout_s) - began
+            except Empty:
+                raise TimeoutError(f"no next engine within {timeout_s:g} s") from None
+            at_start = sum(map(alive, rest))
         time.sleep(2)
         return Orphans(at_start, sum(map(alive, rest)), len(rest), took_s)
 
@@ -153,29 +163,33 @@ def killed(peer: Peer, watch_s: float) -> Killed:
         return Killed(survived, alive(old), more, known_s if alive(old) and not more else None)
 
 
-def hang_s(peers: Sequence[Peer], bound_s: float) -> dict[str, dict[str, float | None]]:
-    """Per supervisor and kind of hang: seconds until it was started again, None if not by then.
+def hang_s(bounds_s: Mapping[Peer, float]) -> dict[str, dict[str, float | None]]:
+    """Per supervisor and kind of hang: seconds until it was started again, None if not within its bound.
 
-    All run at once, so that the bound is waited for once. Their contexts are open, and they are not started.
+    All run at once, so that only the longest bound is waited for. Their contexts are open, and they are not started.
     """
+    peers = list(bounds_s)
     for peer in peers:
         peer.start(*HANGS, changes=True)
     for peer in peers:
         peer.wait_up()
         for engine in peer.engines:
             peer.wait_settled(engine, 1)
-    began: dict[tuple[str, str], float] = {}
+    began: dict[Peer, float] = {}
     took: dict[str, dict[str, float | None]] = {peer.name: dict.fromkeys(HANGS) for peer in peers}
     for peer in peers:
         frozen, deaf = peer.engines
         frozen.mood.patch(freeze=True)
         deaf.mood.patch(hang=True)
-        began.update(dict.fromkeys(((peer.name, kind) for kind in HANGS), time.monotonic()))
-    end = time.monotonic() + bound_s
-    while time.monotonic() < end:
-        for peer in peers:
-            for engine in peer.engines:
-                if took[peer.name][engine.name] is None and engine.starts() > 1:
-                    took[peer.name][engine.name] = time.monotonic() - began[peer.name, engine.name]
+        began[peer] = time.monotonic()
+    while waiting := [
+        (peer, engine)
+        for peer in peers
+        for engine in peer.engines
+        if took[peer.name][engine.name] is None and time.monotonic() < began[peer] + bounds_s[peer]
+    ]:
+        for peer, engine in waiting:
+            if engine.starts() > 1:
+                took[peer.name][engine.name] = time.monotonic() - began[peer]
         time.sleep(0.05)
     return took

@@ -88,3 +88,18 @@ class Ours(Peer):
 
     def shut_down(self) -> None:
         self.daemon.stop()
+
+
+class OursByDefault(Ours):
+    name = "vllm-supervisor, plain, defaults"
+    what = "engines as children of the daemon, nothing set but what an engine needs"
+    settings = Settings(supervisor={"poll_interval_s": 5})  # the default; the tests have another one
+
+    def section(self, engine: BenchEngine) -> str:
+        keys = {
+            "command": [engine.script, "serve"],
+            "model": "tiny",
+            "port": engine.port,
+            "user": getpass.getuser(),
+        }
+        return table(f"engine.{engine.name}", keys)

@@ -47,6 +47,8 @@ class Peer(ABC):
     can_be_killed: ClassVar[bool] = True
     revives_itself: ClassVar[bool] = False
     """Whether something starts it again without us."""
+    looks_every_s: ClassVar[float] = 0.0
+    """How often it looks after its engines, if it does that by the clock."""
 
     def __init__(self) -> None:
         self.outside = Path(tempfile.mkdtemp(prefix="vs-bench.", dir="/tmp"))

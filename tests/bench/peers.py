@@ -16,7 +16,7 @@ from tests.bench import measures
 from tests.bench.attempts import MISSING, Attempts
 from tests.bench.machines import DefaultUnit, OursAsService, PlainUnit
 from tests.bench.measures import Idle, Killed, Orphans
-from tests.bench.own import Ours, Settings
+from tests.bench.own import Ours, OursByDefault, Settings
 from tests.bench.peer import Peer
 from tests.bench.report import Table, spread
 from tests.bench.supervisors import Circus, Pm2, Runit, Supervisord, installed
@@ -37,14 +37,18 @@ class Size:
 
     kills: int = 20
     engines: tuple[int, ...] = (1, 8, 100)
-    idle_s: float = 6
+    idle_s: float = 20
     status_runs: int = 6
     readiness: int = 2
     watch_s: float = 8
     hang_s: float = 45
+    default_hang_s: float | None = 420
+    """For ours with its defaults, None: left out."""
 
 
-QUICK: Final = Size(kills=2, engines=(1, 2), idle_s=1, status_runs=2, readiness=1, watch_s=3, hang_s=25)
+QUICK: Final = Size(
+    kills=2, engines=(1, 2), idle_s=1, status_runs=2, readiness=1, watch_s=3, hang_s=25, default_hang_s=None
+)
 _STATUS_OF: Final = (1, 8)
 
 
@@ -112,7 +116,7 @@ def _configurations() -> Table:
 # ---- crash to relaunch ----------------------------------------------------------------------------------------------
 
 _DELAYS: Final = {
-    Supervisord.name: "none",
+    Supervisord.name: "its loop: each second",
     Circus.name: "looks every 5 s (`check_delay`)",
     Runit.name: "none, after a second of life",
     Pm2.name: "none",
@@ -127,8 +131,7 @@ def _relaunch(size: Size) -> Table:
     attempts, rows = Attempts(), []
     order: tuple[type[Peer], ...] = (*ALL[:5], DefaultUnit, *ALL[5:])
     for peer in order:
-        staggered = issubclass(peer, PlainUnit)
-        measure = measures.staggered_relaunch_ms if staggered else measures.relaunch_ms
+        measure = measures.staggered_relaunch_ms if peer is PlainUnit else measures.relaunch_ms
 
         def once(peer: type[Peer] = peer, measure: Callable[[Peer, int], list[float]] = measure) -> list[float]:
             return measure(peer(), size.kills)
@@ -138,9 +141,10 @@ def _relaunch(size: Size) -> Table:
     notes = (
         (
             "From SIGKILL of the engine, one process that has run for a second (ours: is ready), to the first "
-            "instruction of the next one."
+            "instruction of the next one. Who looks by the clock (supervisord each second, circus every 5 s) is hit at "
+            "random times between two looks."
         ),
-        "systemd: an engine for each kill, 0.2 s apart, so that the 10 s are waited for once.",
+        "systemd, plain unit: an engine for each kill, 0.2 s apart, so that the 10 s are waited for once.",
         "Ours first proves that nothing of the old engine is left, and writes a record to disk (fsync).",
         *attempts.notes,
     )
@@ -185,8 +189,8 @@ def _memory(size: Size, found: _Idles, failures: list[str]) -> Table:
             f"{size.idle_s:g} s with so many engines, of the supervisor's own processes, without the engines."
         ),
         (
-            "Ours asks each simulated engine for `/health` and `/metrics` every 5 s. The others ask nothing, and their "
-            "engines only sleep."
+            "Ours asks each simulated engine for `/health` and `/metrics` every 5 s, and runs without listener and "
+            "webhook; the part `ours` has all parts on. The others ask nothing, and their engines only sleep."
         ),
         (
             "systemd is PID 1 and journald: on the machine anyway, also with ours as services, where only our own "
@@ -272,7 +276,7 @@ def _orphans() -> Table:
             "The engine is vLLM's tree: API server, EngineCore and worker in one session. SIGKILL hits the API server "
             "alone; the others would hold the GPU memory and, as in vLLM, do not notice."
         ),
-        "The relaunch is until the next engine's code runs.",
+        "Gone or not is looked at, and the relaunch ends, at the first instruction of the next engine.",
         *attempts.notes,
     )
     header = ("supervisor", "old engine gone before the next one starts", "orphans 2 s later", "relaunch")
@@ -321,23 +325,26 @@ _IMPATIENTLY: Final = (
 
 def _hang(size: Size) -> Table:
     attempts = Attempts()
+    bounds_s: dict[type[Peer], float] = {_impatient(peer): size.hang_s for peer in ALL}
+    if size.default_hang_s is not None:
+        bounds_s[OursByDefault] = size.default_hang_s
 
     def once() -> dict[str, dict[str, float | None]]:
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(_impatient(peer)()) for peer in ALL]
-            return measures.hang_s(opened, size.hang_s)
+            return measures.hang_s({stack.enter_context(peer()): bound_s for peer, bound_s in bounds_s.items()})
 
     took = attempts.of("hangs, all at once", once)
     rows = []
-    for peer in ALL:
+    for peer, bound_s in bounds_s.items():
         cells = [
-            MISSING if took is None else f"never within {size.hang_s:g} s" if one is None else f"{one:.1f} s"
+            MISSING if took is None else f"never within {bound_s:g} s" if one is None else f"{one:.1f} s"
             for one in ((took or {}).get(peer.name) or dict.fromkeys(measures.HANGS)).values()
         ]
         rows.append((peer.name, *cells))
     notes = (
         "Seconds until the next engine's code runs.",
         f"Ours is set for this test: {_IMPATIENTLY}. The defaults are 5, 60, 30, 3, 180 and 300.",
+        *([_BY_DEFAULT] if size.default_hang_s is not None else []),
         (
             "None of the others asks a service by HTTP. supervisord has an add-on that does (`httpok` of superlance, "
             "not installed here): it sees what `/health` shows, so not the first of these hangs."
@@ -346,6 +353,13 @@ def _hang(size: Size) -> Table:
     )
     header = ("supervisor", "nothing is computed, `/health` stays 200", "nothing answers, `/health` neither")
     return Table("A hang is noticed and the engine started again", header, tuple(rows), notes)
+
+
+_BY_DEFAULT: Final = (
+    f"{OursByDefault.name}: nothing is set, so that it also warms the engine up, gives it longer to end, and waits 1 s "
+    "before the new try. The same hangs at the same time, watched for longer. How much of the 60 s before a canary had "
+    "passed already is chance."
+)
 
 
 def _impatient(peer: type[Peer]) -> type[Peer]:

@@ -62,10 +62,16 @@ def machine() -> str:
     )
 
 
-def commit() -> str:
-    """The commit that is measured, with + when files differ from it."""
-    argv = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(argv, check=False, capture_output=True, text=True).stdout.strip() or "no commit"
+def commit(root: Path = ROOT) -> str:
+    """The commit that is measured, with + when files differ from it: not those of docs, whose page is just written."""
+
+    def git(*argv: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *argv], check=False, capture_output=True, text=True
+        ).stdout.strip()
+
+    differs = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    return git("describe", "--always", "--exclude=*") + ("+" if differs else "") or "no commit"
 
 
 class Part:

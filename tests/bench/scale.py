@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tests.bench.engines import free_ports
 from tests.bench.peer import RAN_S
-from tests.bench.processes import Memory, cpu_percent, cpu_s, memory
+from tests.bench.processes import Memory, cpu_percent, cpu_s, kill, memory
 from tests.bench.report import ROOT
+from tests.bench.scraping import scraped
 from tests.daemon.harness import Daemon, engine_toml
 from tests.sim.engine import sim_command, wait_until
 
@@ -81,6 +82,8 @@ class Cost:
     threads: int
     fds: int
     turns_ms: list[float]
+    turns_in_kills_ms: list[float] = field(default_factory=list)
+    """While one engine after the other was killed, one each second, until all were ready again."""
     adoptions: list[Adoption] = field(default_factory=list)
 
 
@@ -99,8 +102,8 @@ def _thread(pid: int, task: int, comm: str) -> str:
     return "the loop" if pid == task else re.sub(r"\be\d+\b.*", "", comm).strip() or comm
 
 
-def cost(count: int, seconds: float, adoptions: int) -> Cost:
-    """All parts on: /metrics was scraped, notifications go out by TLS. The engines are trees like vLLM's."""
+def cost(count: int, seconds: float, adoptions: int, kills: int) -> Cost:
+    """All parts on: /metrics is scraped, notifications go out by TLS. The engines are trees like vLLM's."""
     *numbers, listens, refuses = free_ports(count + 2)
     ports = {f"e{number}": port for number, port in enumerate(numbers)}
     listen = f"127.0.0.1:{listens}"
@@ -117,10 +120,12 @@ def cost(count: int, seconds: float, adoptions: int) -> Cost:
             _wait_ready(daemon, count)
             with urllib.request.urlopen(f"http://{listen}/metrics", timeout=30) as page:
                 page.read()
-            time.sleep(SETTLE_S)
-            before = turns.stat().st_size
-            percent, kinds = cpu_percent(lambda: [daemon.pid], seconds, _thread)
-            durations = array("d", turns.read_bytes()[before:])
+            with scraped(listens) as scrapes:
+                time.sleep(SETTLE_S)
+                before = turns.stat().st_size
+                percent, kinds = cpu_percent(lambda: [daemon.pid], seconds, _thread)
+                durations_ms = _since(turns, before)
+            assert set(scrapes) <= {"ok"}, f"scrapes of /metrics: {dict(scrapes)}"
             pid = Path(f"/proc/{daemon.pid}")
             return Cost(
                 engines=count,
@@ -130,9 +135,24 @@ def cost(count: int, seconds: float, adoptions: int) -> Cost:
                 memory=memory([daemon.pid]),
                 threads=len(list((pid / "task").iterdir())),
                 fds=len(list((pid / "fd").iterdir())),
-                turns_ms=[one * 1000 for one in durations],
+                turns_ms=durations_ms,
+                turns_in_kills_ms=_turns_in_kills_ms(daemon, turns, count, kills),
                 adoptions=[_adopt(daemon, count) for _ in range(adoptions)],
             )
+
+
+def _since(turns: Path, size: int) -> list[float]:
+    """Milliseconds of the turns since the file had this size."""
+    return [one * 1000 for one in array("d", turns.read_bytes()[size:])]
+
+
+def _turns_in_kills_ms(daemon: Daemon, turns: Path, count: int, kills: int) -> list[float]:
+    before = turns.stat().st_size
+    for number in range(kills):
+        kill([_wait_pid(daemon, f"e{number % count}")])
+        time.sleep(1)
+    _wait_ready(daemon, count)
+    return _since(turns, before) if kills else []
 
 
 def _ready(daemon: Daemon) -> dict[str, int]:
@@ -146,6 +166,10 @@ def _wait_ready(daemon: Daemon, count: int) -> dict[str, int]:
         return ready if len(ready) == count else {}
 
     return wait_until(all_ready, _START_S, f"{count} engines to be ready", 0.05)
+
+
+def _wait_pid(daemon: Daemon, name: str) -> int:
+    return wait_until(lambda: _ready(daemon).get(name, 0), _START_S, f"{name} to be ready")
 
 
 def _adopt(daemon: Daemon, count: int) -> Adoption:

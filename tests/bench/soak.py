@@ -13,25 +13,23 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from supervisord.control import client
 from tests.bench import polls, real_engine, real_figures, real_proc
 from tests.bench.report import Table, quantile
+from tests.bench.scraping import SCRAPE_S, scraped
 from tests.daemon.harness import Daemon
 from tests.daemon.sims import table
-from tests.sim.engine import free_port, http, title_of
+from tests.sim.engine import free_port, title_of
 
 Document = dict[str, Any]
 
 SAMPLE_S = 10
-SCRAPE_S = 15
 WINDOW_S = 600
 """One cycle of the load: the first and the last of them have seen the same."""
 
@@ -41,6 +39,9 @@ CYCLE: tuple[tuple[int, float], ...] = ((1, 120), (4, 120), (8, 120), (24, 60), 
 PROMPT_TOKENS, ANSWER_TOKENS = (8, 400), (8, 300)
 FLAT_KIB_H = 1024
 """Memory is flat if the whole confidence interval of its slope is below this."""
+
+_FEWEST = 5
+"""Samples of a window that has a slope."""
 
 STATUS_S = 60.0
 _ACTS = ("verdict", "killing", "exited", "restart", "failed", "stopping", "spawned")
@@ -75,7 +76,7 @@ def measure(folder: Path, minutes: float, build: real_engine.Build) -> None:
         (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
         with (
             real_engine.load(port, max(n for n, _ in CYCLE), PROMPT_TOKENS, ANSWER_TOKENS) as load,
-            _scraped(listen) as scrapes,
+            scraped(listen) as scrapes,
         ):
             Sampler(daemon, load, scrapes, folder).run(minutes * 60, shorter)
 
@@ -183,6 +184,7 @@ def report(folder: Path) -> list[Table]:
     flat = Table("The daemon", header, tuple(rows), _notes(run, samples))
     return [
         flat,
+        _by_window(samples, run["window_s"]),
         Table("The engine, and what was told of it", ("", "seen"), _engine_rows(samples, events, first, last, after)),
     ]
 
@@ -214,6 +216,23 @@ def verdict(first: Sequence[Document], last: Sequence[Document], after: Sequence
 def memory_slope(samples: Sequence[Document], key: str) -> real_figures.Interval:
     """KiB per hour."""
     return real_figures.slope([s["at_s"] / 3600 for s in samples], [s[key] for s in samples])
+
+
+def _by_window(samples: Sequence[Document], window_s: float) -> Table:
+    """Growth that fades is seen by its slope in one window after the other."""
+    rows = []
+    begin = 0.0
+    while begin < samples[-1]["at_s"]:
+        end = min(begin + window_s, samples[-1]["at_s"])
+        inside = [s for s in samples if begin <= s["at_s"] <= end]
+        if len(inside) >= _FEWEST:
+            trend = memory_slope(inside, "anonymous_kib")
+            per_window = (f"{value * window_s / 3600:+.0f}" for value in trend)
+            minutes = f"{begin / 60:.3g} to {end / 60:.3g}"
+            rows.append((minutes, "{} ({} to {})".format(*per_window), f"{trend.value:+.0f}"))
+        begin += window_s
+    header = ("minutes", f"slope, KiB in {window_s / 60:.2g} min (95 % CI)", "KiB/h")
+    return Table("Anonymous memory, window by window", header, tuple(rows))
 
 
 def _engine_rows(
@@ -340,29 +359,3 @@ def _kept(daemon: Daemon, folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             shutil.copy(daemon.log, folder / "daemon.log")
-
-
-@contextlib.contextmanager
-def _scraped(port: int) -> Iterator[Counter[str]]:
-    """/metrics is fetched as Prometheus does; what came of it is counted."""
-    seen: Counter[str] = Counter()
-    over = threading.Event()
-
-    def scrape() -> str:
-        try:
-            answer = http("GET", f"http://127.0.0.1:{port}/metrics", timeout_s=10)
-        except OSError as error:
-            return type(error).__name__
-        return "ok" if answer.status == HTTPStatus.OK and "vllm" in answer.text else f"status {answer.status}"
-
-    def again_and_again() -> None:
-        while not over.wait(SCRAPE_S):
-            seen[scrape()] += 1
-
-    thread = threading.Thread(target=again_and_again, daemon=True)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join(15)

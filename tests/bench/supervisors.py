@@ -50,6 +50,7 @@ class _Child(Peer):
 class Supervisord(_Child):
     name = "supervisord"
     what = "`autorestart=true startsecs=1 stopasgroup=true killasgroup=true`, control by Unix socket"
+    looks_every_s = 1
 
     def configure(self) -> None:
         head = (
@@ -84,6 +85,7 @@ class Supervisord(_Child):
 class Circus(_Child):
     name = "circus"
     what = "`numprocesses = 1`, `check_delay = 5` (its default), control by ipc"
+    looks_every_s = 5
 
     def configure(self) -> None:
         head = f"[circus]\ncheck_delay = 5\nendpoint = ipc://{self.home}/ctl\npubsub_endpoint = ipc://{self.home}/pub\n"

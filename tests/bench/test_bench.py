@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.bench import __main__ as bench
-from tests.bench import measures, split
+from tests.bench import measures, ours, split
 from tests.bench.attempts import FAILED, Attempts
 from tests.bench.own import Ours, seen_in
 from tests.bench.peer import DOWN, Seen
-from tests.bench.processes import MARK, cpu_percent, family, memory, number_inside, parent
-from tests.bench.report import ROOT, Part, Table, quantile, spread, write
+from tests.bench.processes import MARK, Memory, cpu_percent, family, memory, number_inside, parent
+from tests.bench.report import ROOT, Part, Table, commit, quantile, spread, write
+from tests.bench.scale import Cost
 from tests.sim.engine import wait_until
 
 TABLE = Table("Title", ("a", "b"), (("1", "x|y"), ("2", "z")), ("a note",))
@@ -69,6 +70,27 @@ def test_a_part_says_when_where_and_how_it_was_measured() -> None:
         assert word in text
 
 
+def test_a_page_that_was_just_written_is_no_change_of_what_is_measured(tmp_path: Path) -> None:
+    def git(*argv: str) -> None:
+        author = ("-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", tmp_path, *author, *argv], check=True, capture_output=True)
+
+    assert commit(tmp_path) == "no commit"
+    git("init")
+    (tmp_path / "docs").mkdir()
+    page, code = tmp_path / "docs" / "benchmarks.md", tmp_path / "code.py"
+    for path in (page, code):
+        path.write_text("old\n", encoding="utf-8")
+    git("add", ".")
+    git("commit", "-m", "all")
+    clean = commit(tmp_path)
+    assert len(clean) >= 7
+    page.write_text("new\n", encoding="utf-8")
+    assert commit(tmp_path) == clean
+    code.write_text("new\n", encoding="utf-8")
+    assert commit(tmp_path) == f"{clean}+"
+
+
 def test_parts_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SUPERVISOR_TEST_VLLM", "/opt/vllm/bin/vllm")
     monkeypatch.delenv("VLLM_SUPERVISOR_TEST_MODEL", raising=False)
@@ -80,8 +102,30 @@ def test_parts_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
         Path("/opt/vllm/bin/vllm"),
         None,
     )
-    assert bench.parse(["soak", "--minutes", "2.5", "--quick", "peers"]).parts == ["peers", "soak"]
+    mixed = bench.parse(["soak", "--minutes", "2.5", "peers"])
+    assert (mixed.parts, mixed.minutes) == (["peers", "soak"], 2.5)
+    assert bench.parse(["real", "--gpu", "--quick"]).gpu
     assert bench.parse(["all"]).parts == list(bench.PARTS)
+
+
+CONTRADICTIONS = [
+    (["soak", "--quick"], "cannot soak with --quick: give --minutes N"),
+    (["all", "--quick"], "cannot soak with --quick: give --minutes N"),
+    (["soak", "--gpu"], "cannot use --gpu with other parts than real: run scripts/bench real --gpu"),
+    (["all", "--gpu"], "cannot use --gpu with other parts than real: run scripts/bench real --gpu"),
+    (["--gpu"], "cannot use --gpu with other parts than real: run scripts/bench real --gpu"),
+    (["ours", "--minutes", "5"], "cannot use --minutes without the part soak"),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), CONTRADICTIONS)
+def test_parts_and_options_that_contradict_each_other_are_refused(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.parse(argv)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["nothing"], ["soak", "--minutes", "0"], ["soak", "--minutes", "x"]])
@@ -117,7 +161,7 @@ def test_a_quick_run_writes_nothing(page: Path) -> None:
 def test_a_part_on_a_gpu_is_one_of_its_own(page: Path) -> None:
     marks = "<!-- real --gpu: begin -->\n<!-- real --gpu: end -->\n"
     page.write_text(PAGE + marks, encoding="utf-8")
-    assert bench.one("real", bench.parse(["--gpu"]), page, _gives())
+    assert bench.one("real", bench.parse(["real", "--gpu"]), page, _gives())
     kept, _, written = page.read_text(encoding="utf-8").partition("<!-- real --gpu: begin -->\n")
     assert kept == PAGE
     assert "`scripts/bench real --gpu` repeats it" in written
@@ -148,6 +192,7 @@ def test_a_measurement_that_fails_is_told_in_the_page(page: Path) -> None:
         (["--help"], 0, "usage: scripts/bench"),
         (["peas"], 64, "peas"),
         (["--minutes", "0"], 64, "cannot soak for 0 minutes"),
+        *((argv, 64, text) for argv, text in CONTRADICTIONS),
     ],
 )
 def test_the_command_explains_itself(argv: list[str], code: int, text: str) -> None:
@@ -179,6 +224,29 @@ def test_a_supervisor_is_all_that_descends_from_it_but_its_engines(busy: subproc
     assert (both.processes, one.processes) == (2, 1)
     assert both.rss_mib > one.rss_mib >= one.pss_mib > 0
     assert number_inside(os.getpid()) > 0
+
+
+def test_a_99th_percentile_needs_a_hundred_values() -> None:
+    idle, killed = [1.0] * 98 + [2.0], [1.0] * 98 + [2.0, 3.0]
+    rows = ours.turns_table([Cost(8, 0.2, {}, 0.1, Memory(30, 20, 1), 9, 20, idle, killed)]).rows
+    assert rows == (
+        ("8", "99", "1.00", "-", "2.00"),
+        ("8, one killed every second for 10 s", "100", "1.00", "3.00", "3.00"),
+    )
+
+
+def test_a_missed_target_names_the_table_with_its_parts() -> None:
+    cost = Cost(8, 0.2, {}, 0.1, Memory(30, 20, 1), 9, 20, [])
+    status: dict[int, split.Status | None] = {8: split.Status([160.0], [20.0], [10.0], 0, 0)}
+    table = ours.targets_table({8: cost}, status, None, [120.0], [])
+    assert [row[3] for row in table.rows] == [
+        "-",
+        "reached",
+        "reached",
+        f"**missed**: 2.0 times as much; see *{ours.STATUS}*",
+        "-",
+        "**missed**: 1.2 times as much",
+    ]
 
 
 # ---- measurements ---------------------------------------------------------------------------------------------------

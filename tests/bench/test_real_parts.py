@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bench import real, real_figures, soak
+from tests.bench.__main__ import parse
 from tests.bench.real_engine import Answer
 from tests.bench.report import Table
 
@@ -101,6 +102,19 @@ def test_a_flat_run(tmp_path: Path) -> None:
     assert rows["warnings and worse in the history"] == "none"
     assert rows["all events in the history"] == "ready 1"
     assert rows["requests failed"] == "0"
+    assert rows["50 to 60"] == "+0 (+0 to +0)"
+
+
+def test_growth_that_fades_is_seen_window_by_window(tmp_path: Path) -> None:
+    samples = [sample(at, anonymous_kib=30_720 + min(at, 900)) for at in range(0, 1811, 10)]
+    rows = summed_up(tmp_path, samples, [])
+    assert [rows.get(minutes) for minutes in ("0 to 10", "20 to 30", "30 to 30.2")] == [
+        "+600 (+600 to +600)",
+        "+0 (+0 to +0)",
+        None,
+    ]
+    low, high = map(int, rows["10 to 20"].partition("(")[2].removesuffix(")").split(" to "))
+    assert low < 300 < high
 
 
 def test_a_run_that_is_not_flat_and_lost_its_engine(tmp_path: Path) -> None:
@@ -140,6 +154,14 @@ def test_a_start_is_told_in_its_parts() -> None:
     assert first["bare, after /health 200: whole answer"][4:] == ("2.00 (2.00 to 2.00)", "1.00")
 
 
+@pytest.mark.parametrize(
+    ("argv", "starts", "pairs"), [(["real"], 3, 8), (["real", "--gpu"], 5, 12), (["real", "--gpu", "--quick"], 1, 4)]
+)
+def test_how_much_is_measured(argv: list[str], starts: int, pairs: int) -> None:
+    size = real.size_of(parse(argv))
+    assert (size.starts, size.blocks * len(real.ORDER) // 2) == (starts, pairs)
+
+
 def test_windows_are_paired_with_their_neighbours() -> None:
     rates = {"with": 99.0, "without": 100.0}
     measured = [
@@ -147,4 +169,4 @@ def test_windows_are_paired_with_their_neighbours() -> None:
     ]
     rows = cells(real.throughput_table(measured, 20.0, 0.002))
     assert rows["with / without (95 % CI)"] == ("0.9900 (0.9900 to 0.9900, 4 pairs)",)
-    assert rows["with / without, had one core to give all of that"] == ("0.9990",)
+    assert rows["estimated loss of one busy core"] == ("0.100 %",)
