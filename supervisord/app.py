@@ -77,7 +77,7 @@ FLUSH_S: Final = 2.0
 
 
 def run(config_path: Path) -> int:
-    """The daemon, in the foreground, until it is told to end. Returns the exit code (design section 6)."""
+    """The daemon, in the foreground, until it is told to end. Returns the exit code (docs/guide.md)."""
     # Whoever started us may have blocked signals, or ignored SIGCHLD (exit codes are lost then); threads and engines
     # would inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,7 +1,7 @@
 """Which state may follow which, and when a state has to be looked at again.
 
-The table is the design's state diagram; the documentation draws it from here. Entering a state in a way that the table
-does not know is a bug of ours, never of the world.
+The documentation draws its state diagram from here. Entering a state in a way that the table does not know is a bug of
+ours, never of the world.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def log_identifier(engine: str) -> str:
 
 
 class GateError(Exception):
-    """Nothing was spawned, because the world is not ready for it. `code` is a gate of the design ("port_held", ...)."""
+    """Nothing was spawned, because the world is not ready for it. `code` is a gate ("port_held", ...)."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

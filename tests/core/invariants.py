@@ -131,7 +131,7 @@ def _engine_of(step: Step, name: str) -> Engine | None:
 
 
 def states_follow_the_diagram(step: Step) -> None:
-    """Only the transitions of the design, also over two phases within one step (engine by engine, end to end)."""
+    """Only the transitions of the table, also over two phases within one step (engine by engine, end to end)."""
     allowed = lifecycle.TRANSITIONS
     for name, new in step.after.engines.items():
         old = step.before.engines.get(name)

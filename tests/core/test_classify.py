@@ -64,7 +64,7 @@ def test_gpu_memory_held_by_somebody_else() -> None:
     assert classify(1, None, lines)[0] is ExitClass.RESOURCE
 
 
-# --- wordings from public reports (failures.md A12 to A35) ---
+# --- wordings from public reports (docs/failures.md, A12 to A35) ---
 
 
 WORDINGS: Final = [

@@ -1,4 +1,4 @@
-"""The state diagram and the deadlines, against the design's table and not against the code's own."""
+"""The state diagram and the deadlines, against a table that was written apart from the code."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_saturation_is_left_alone_and_a_frozen_engine_is_not(vllm: RealVllm) -> 
 
 
 def test_the_literal_rule_if_asked_for_and_a_real_engine_death(vllm: RealVllm) -> None:
-    """`under_load = "restart"` is the owner's rule to the letter; then a death that vLLM itself reports as exit 0.
+    """`under_load = "restart"` is the plain rule to the letter; then a death that vLLM itself reports as exit 0.
 
     A `seed` in each request kills this CPU build within seconds of saturation.
     """

@@ -1,4 +1,4 @@
-"""Free KV blocks: the owner's rule "restart when fewer than 100", and how it does not shoot a busy engine.
+"""Free KV blocks: the plain rule "restart when fewer than 100", and how it does not shoot a busy engine.
 
 Measured on a real vLLM: 485 of 495 looks at a saturated engine saw fewer than 100 free blocks, 406 fewer than 10, and
 all of its 300 requests succeeded. So low free blocks with tokens flowing is load; low without work is a leak.
