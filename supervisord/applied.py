@@ -51,8 +51,6 @@ def choose(config_path: Path, *, trust: bool) -> Chosen:
     except ConfigError as error:
         unwatched = []
         for state_dir, engines in _living(trust=trust):
-            if is_taken(state_dir):
-                continue  # they are watched
             try:
                 spec = read(state_dir, config_path)
             except UnusableError as why:
@@ -87,15 +85,19 @@ def read(state_dir: Path, config_path: Path) -> NodeSpec | None:
             document = json.loads(file.read(_MAX_BYTES))
         if document["version"] != VERSION or not isinstance(document["tables"], dict):
             raise UnusableError(f"its version is {document['version']!r:.80}")
-        return parse(document["tables"]) if document["config"] == str(config_path.absolute()) else None
+        here = str(config_path.absolute())
+        # The first builds did not say which file it came from.
+        return parse(document["tables"]) if document.get("config", here) == here else None
     except OSError as error:
         raise UnusableError(error.strerror) from None
-    except (ValueError, TypeError, KeyError, RecursionError, ConfigError):
+    except ConfigError as error:
+        raise UnusableError(f"this version refuses it: {'; '.join(map(str, error.problems))}") from None
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError):
         raise UnusableError("it is damaged, or of another version") from None
 
 
 def _living(*, trust: bool) -> Iterator[tuple[Path, list[str]]]:
-    """The state directories of engines that live, and these.
+    """The state directories of engines that live and that no daemon watches, and these.
 
     Services and processes name it themselves. A process can be anybody's: root believes only a directory that nobody
     else could have made.
@@ -103,9 +105,11 @@ def _living(*, trust: bool) -> Iterator[tuple[Path, list[str]]]:
     if choice.under_systemd():
         from supervisord.launcher import systemd  # noqa: PLC0415 (costs memory that only this case needs)
 
-        yield from ((Path(text), engines) for text, engines in systemd.living() if Path(text).is_absolute())
+        for text, engines in systemd.living():
+            if Path(text).is_absolute() and not is_taken(Path(text)):
+                yield Path(text), engines
     for text in plain.state_dirs():
-        if Path(text).is_absolute() and _is_own(text, trust=trust):
+        if Path(text).is_absolute() and _is_own(text, trust=trust) and not is_taken(Path(text)):
             engines = plain.living(Path(text))
             if engines:
                 yield Path(text), engines

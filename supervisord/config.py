@@ -113,7 +113,7 @@ def survey(path: Path, *, trust: bool, check_files: bool = True) -> Survey:
         else:
             problems += _name_flags(content, str(file))
             _merge(tables, content, (), str(file), origins)
-    spec, findings = _read(tables)
+    spec, findings = _read(tables, strict=True)
     if unread:  # what seems to be missing may be in there
         findings = [finding for finding in findings if finding.message != MISSING]
     refused = {finding.at for finding in findings}
@@ -133,7 +133,7 @@ def parse(tables: Mapping[str, Any], origins: Mapping[str, str] = _NOWHERE) -> N
     """Validate merged tables, e.g. a saved `Loaded.tables`, without a look at the machine; ConfigError otherwise."""
     if _too_deep(tables):
         raise ConfigError([_nested("the configuration")])
-    spec, findings = _read(tables)
+    spec, findings = _read(tables, strict=False)
     if problems := _problems(findings, origins):
         raise ConfigError(problems)
     return spec
@@ -302,7 +302,7 @@ def _name_flags(content: dict[str, Any], file: str) -> Iterator[Problem]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _read(tables: Mapping[str, Any]) -> tuple[NodeSpec, list[Finding]]:
+def _read(tables: Mapping[str, Any], *, strict: bool) -> tuple[NodeSpec, list[Finding]]:
     """The specification and everything that is wrong with it."""
     reader = Reader()
     for key, value in tables.items():
@@ -325,9 +325,8 @@ def _read(tables: Mapping[str, Any]) -> tuple[NodeSpec, list[Finding]]:
     }
     spec = NodeSpec(supervisor=supervisor, gpu=gpu, engines=engines, notify=notify)
     unreadable = {finding.at for finding in reader.findings}
-    checked = [
-        finding for finding in config_checks.findings(spec) if unreadable.isdisjoint({finding.at, *finding.related})
-    ]
+    found = [*config_checks.findings(spec), *(config_checks.stricter(spec) if strict else ())]
+    checked = [finding for finding in found if unreadable.isdisjoint({finding.at, *finding.related})]
     return spec, [*reader.findings, *checked]
 
 

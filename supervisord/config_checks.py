@@ -51,7 +51,6 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
         yield from _files(engine, at)
         yield from _names(engine, at)
         yield from _drain(engine, at)
-        yield from _start(engine, spec.supervisor, at)
         yield from _restart(engine.restart, (*at, "restart"))
         yield from _temporary_directory(spec.supervisor.state_dir, engine.name)
         for name, value in engine.env.items():
@@ -60,6 +59,12 @@ def findings(spec: NodeSpec) -> Iterator[Finding]:
     yield from config_gpus.too_much(spec)
     for receiver in spec.notify.values():
         yield from config_notify.findings(receiver)
+
+
+def stricter(spec: NodeSpec) -> Iterator[Finding]:
+    """What is refused in the files alone: what was applied before there was such a rule must not lose its daemon."""
+    for engine in spec.engines.values():
+        yield from _start(engine, spec.supervisor, ("engine", engine.name))
 
 
 def warnings(spec: NodeSpec) -> Iterator[Finding]:

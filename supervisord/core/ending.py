@@ -175,10 +175,11 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
         engine = replace(engine, refused_claim=(engine.running_plan_id or "", refused))
     cause = Reason("exited", f"{_how(seen)} ({kind.value}): {advice}")
     engine = replace(engine, last_exit=LastExit(kind, seen.code, seen.signal, turn.now, engine.generation, advice))
+    alone = "" if _is_unseen(engine) else "by itself "
     turn.record(
         "exited",
         engine,
-        f"{name} ended by itself while {_state(engine).value}: {cause.message}",
+        f"{name} ended {alone}while {_state(engine).value}: {cause.message}",
         severity=Severity.ERROR,
         reason="exited",
         exit_class=kind.value,
@@ -193,6 +194,13 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     turn.do(Abandon(name, engine.generation))
     give_up_at = turn.now + UNKILLABLE_AFTER_S
     _sweep(turn, engine, Stopping(after, cause, kill_at=turn.now, give_up_at=give_up_at, exited=True))
+
+
+def _is_unseen(engine: Engine) -> bool:
+    """It was left by an earlier daemon, and ended before it answered this one, nobody knows how."""
+    last = engine.last_exit
+    known = last is None or last.code is not None or last.signal is not None
+    return engine.left is not None and not known
 
 
 def _exited_while_stopping(turn: Turn, engine: Engine, phase: Stopping, seen: Exited) -> None:
@@ -348,6 +356,11 @@ def after_failure(turn: Turn, engine: Engine, cause: Reason) -> None:
         return
     if kind is ExitClass.EXTERNAL:
         delay_s = policy.external_delay_s(spec, failures, engine.spec.name)
+        _back_off(turn, replace(engine, failures=failures), cause, delay_s)
+        return
+    if cause.code == "exited" and _is_unseen(engine):
+        # What ended the daemon before this one may have ended it as well (a container, a control group).
+        delay_s = policy.backoff_delay_s(spec, failures, engine.spec.name)
         _back_off(turn, replace(engine, failures=failures), cause, delay_s)
         return
     times = (*policy.within_window(engine.restart_times, spec, turn.now), turn.now)

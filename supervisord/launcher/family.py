@@ -66,10 +66,10 @@ def look(census: Census, clues: Clues, *, everywhere: bool) -> Family:
     for stat in alive.values():
         if stat.pid in proven or not (everywhere or stat.ppid == ours or _in_session(stat, clues)):
             continue
-        variables = census.environment(stat.pid)
-        certain = certain and bool(variables)
+        found = census.marks(stat.pid)
+        certain = certain and found is not None
         # A copy of the marks in the environment of another user's process proves nothing.
-        if marks <= variables and procfs.uid_of(stat.pid) == clues.uid:
+        if found is not None and marks <= found and procfs.uid_of(stat.pid) == clues.uid:
             proven.add(stat.pid)
     return Family(_with_descendants(alive, proven), certain)
 
@@ -96,7 +96,7 @@ def read_marks(stat: Stat, state_dir: str) -> Marks | None:
 
 
 def _variables(stat: Stat) -> dict[str, str]:
-    return dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.environment(stat.pid)))
+    return dict(text.partition("=")[::2] for text in map(os.fsdecode, procfs.marks(stat.pid) or ()))
 
 
 def _is_proven(stat: Stat, processes: Mapping[int, Stat], clues: Clues) -> bool:

@@ -73,6 +73,8 @@ class PlainLauncher(CommonLauncher[Entry]):
 
         What ended before loses its files. Broken records are told, never fatal.
         """
+        with self._telling("cannot remove unfinished identity records"):
+            self._records.remove_unfinished()
         records, problems = self._records.load()
         for problem in problems:
             self._on_trouble(problem)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, NamedTuple
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -23,6 +24,10 @@ _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _DEAD: Final = frozenset("ZXx")
 _SHM_IN_MAPS: Final = re.compile(rb" /dev/shm/([^/\n]+)$", re.MULTILINE)
 _SHM_PREFIX: Final = "/dev/shm/"  # noqa: S108 (the directory of POSIX shared memory, not a place for files of ours)
+_ENVIRON_MAX: Final = 2 * 1024 * 1024
+"""What execve takes, arguments and environment together, with the usual limit of the stack (execve(2))."""
+_MARK: Final = re.compile(rb"(?<![^\0])SUPERVISED_[^\0]{1,8192}(?![^\0])")
+_MARKS_MAX: Final = 16
 _DELETED: Final = " (deleted)"
 _SOCKET: Final = re.compile(r"socket:\[(\d+)\]")
 
@@ -49,13 +54,13 @@ class Census:
     at: float
     processes: dict[int, Stat]
     whole: bool
-    _environments: dict[int, frozenset[bytes]] = field(default_factory=dict, repr=False, compare=False)
+    _marks: dict[int, frozenset[bytes] | None] = field(default_factory=dict, repr=False, compare=False)
 
-    def environment(self, pid: int) -> frozenset[bytes]:
-        """`environment`, read once: a hundred engines that are looked for everywhere would each read everybody's."""
-        if pid not in self._environments:
-            self._environments[pid] = environment(pid)
-        return self._environments[pid]
+    def marks(self, pid: int) -> frozenset[bytes] | None:
+        """`marks`, read once: a hundred engines that are looked for everywhere would each read everybody's."""
+        if pid not in self._marks:
+            self._marks[pid] = marks(pid)
+        return self._marks[pid]
 
 
 class Listener(NamedTuple):
@@ -145,12 +150,15 @@ def uid_of(pid: int) -> int | None:
         return None
 
 
-def environment(pid: int) -> frozenset[bytes]:
-    """The variables that a process was started with, as b"NAME=value"; empty when unreadable or overwritten.
+def marks(pid: int) -> frozenset[bytes] | None:
+    """Our variables among those that a process was started with, as b"NAME=value"; None when there are none at all.
 
-    setproctitle, which vLLM uses, overwrites them unless SPT_NOENV was set.
+    setproctitle, which vLLM uses, overwrites them unless SPT_NOENV was set. Any process can call any memory of its own
+    its environment (PR_SET_MM), so only as much is read and kept as one of ours can have.
     """
-    return frozenset(filter(None, _read(f"/proc/{pid}/environ").split(b"\0")))
+    data = _read(f"/proc/{pid}/environ", _ENVIRON_MAX)
+    found = frozenset(match[0] for match in islice(_MARK.finditer(data), _MARKS_MAX))
+    return found if found or (data.strip(b"\0") and len(data) < _ENVIRON_MAX) else None
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -226,10 +234,10 @@ def _list(path: str) -> list[str]:
         return []
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, at_most: int = -1) -> bytes:
     try:
         with open(path, "rb", buffering=0) as file:
-            return file.read()
+            return file.read(at_most)
     except OSError:
         return b""
 

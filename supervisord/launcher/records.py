@@ -24,6 +24,7 @@ VERSION: Final = 1
 DIRECTORY: Final = "identity"
 """Below the state directory."""
 SUFFIX: Final = ".jsonl"
+_NEW: Final = ".new"
 _MAX_BYTES: Final = 1024 * 1024
 _PID_MAX: Final = 2**31 - 1
 _UID_MAX: Final = 2**32 - 2
@@ -79,7 +80,7 @@ class Records:
             "log_offset": record.log_offset,
         }
         path = self._path(record.engine)
-        temporary = path.with_name(f".{path.name}.new")
+        temporary = path.with_name(f".{path.name}{_NEW}")
         with self._lock:
             _write(temporary, os.O_CREAT | os.O_TRUNC, facts)
             temporary.rename(path)
@@ -101,13 +102,10 @@ class Records:
                 _write(self._path(engine), os.O_APPEND, facts)
 
     def load(self) -> tuple[list[Record], list[str]]:
-        """All records, and one sentence about each file that is none. Unfinished new files are removed."""
+        """All records, and one sentence about each that cannot be used. Changes nothing: it may be another daemon's."""
         records, problems = [], []
-        for path in sorted(self._directory.iterdir()):
+        for path in sorted(path for path in self._directory.iterdir() if path.suffix == SUFFIX):
             try:
-                if path.suffix != SUFFIX:
-                    path.unlink()
-                    continue
                 record = parse(path.stem, _read(path))
             except (OSError, RecordError) as error:
                 problems.append(f"cannot use the identity record {path}: {error}; the next start replaces it")
@@ -115,6 +113,11 @@ class Records:
             self._generations[record.engine] = record.generation
             records.append(record)
         return records, problems
+
+    def remove_unfinished(self) -> None:
+        """Remove new files that a killed daemon did not come to rename. Raises OSError."""
+        for path in self._directory.glob(f".*{SUFFIX}{_NEW}"):
+            path.unlink()
 
     def _path(self, engine: str) -> Path:
         return self._directory / f"{engine}{SUFFIX}"

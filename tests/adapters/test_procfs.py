@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -117,12 +118,45 @@ def test_a_download_shows_in_what_is_written_to_disks(monkeypatch: pytest.Monkey
     assert [procfs.read_bytes(1), procfs.moved_bytes(1), procfs.moved_bytes(2)] == [120, 7120, 0]
 
 
-def test_environment_and_uid() -> None:
-    with subprocess.Popen(["/bin/sleep", "60"], env={"A": "1", "B": "x=y"}) as child:
-        wait_until(lambda: b"A=1" in procfs.environment(child.pid), 10, "exec")
-        assert {b"A=1", b"B=x=y"} <= procfs.environment(child.pid)
+@pytest.mark.parametrize(
+    ("env", "marks"),
+    [
+        ({"A": "1", "SUPERVISED_ENGINE": "x=y", "SUPERVISED_B": ""}, {b"SUPERVISED_ENGINE=x=y", b"SUPERVISED_B="}),
+        ({"A": "SUPERVISED_ENGINE=a", "NOT_SUPERVISED_ENGINE": "a", "SUPERVISED_C": "x" * 9000}, set()),
+        ({f"SUPERVISED_{number}": "" for number in range(16)}, {b"SUPERVISED_%d=" % number for number in range(16)}),
+    ],
+)
+def test_marks_and_uid(env: dict[str, str], marks: set[bytes]) -> None:
+    with subprocess.Popen(["/bin/sleep", "60"], env=env) as child:
+        wait_until(lambda: procfs.read_stat(child.pid) and stat_of(child.pid).name == "sleep", 10, "exec")
+        assert (procfs.marks(child.pid) or set()) == marks
         assert procfs.uid_of(child.pid) == os.geteuid()
         child.kill()
+
+
+_CLAIMS = """
+import ctypes, struct
+libc, size = ctypes.CDLL(None, use_errno=True), 300 << 20
+libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+sparse = libc.mmap(None, size, 1, 0x4022, -1, 0)
+fields = [int(n) for n in open("/proc/self/stat").read().rpartition(") ")[2].split()[1:]]
+of = lambda number: fields[number - 4]
+code, data, args = (of(26), of(27)), (of(45), of(46), of(47), libc.sbrk(0), of(28)), (of(48), of(49))
+told = struct.pack("=11QQIi", *code, *data, *args, sparse, sparse + size, 0, 0, -1)
+assert libc.prctl(35, 14, told, ctypes.c_ulong(len(told)), 0) == 0, ctypes.get_errno()
+"""
+
+
+def test_a_process_may_claim_any_memory_as_its_environment() -> None:
+    """PR_SET_MM_MAP needs no privilege, and 300 MiB of it are no memory of the process."""
+    with python(_CLAIMS) as child:
+        tracemalloc.start()
+        try:
+            assert procfs.marks(child.pid) is None
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def test_shared_memory_mapped_or_open() -> None:
@@ -143,7 +177,7 @@ def test_shared_memory_mapped_or_open() -> None:
 def test_gone_processes_say_nothing() -> None:
     assert procfs.read_stat(GONE) is None
     assert procfs.uid_of(GONE) is None
-    assert procfs.environment(GONE) == frozenset()
+    assert procfs.marks(GONE) is None
     assert procfs.anonymous_bytes(GONE) == 0
     assert procfs.read_bytes(GONE) == 0
     assert procfs.shared_memory(GONE) == set()

@@ -167,17 +167,23 @@ def test_one_bad_record_does_not_hide_the_others(directory: Path) -> None:
     (directory / "a.jsonl").write_bytes(b"?")
     (directory / "z.jsonl").symlink_to("/etc/passwd")
     (directory / "d.jsonl").mkdir()
-    (directory / "dir").mkdir()
     records, problems = Records(directory).load()
     assert records == [RECORD]
-    assert len(problems) == 4
+    assert len(problems) == 3
 
 
-def test_unfinished_files_are_removed(directory: Path) -> None:
+def test_unfinished_files_are_removed_by_who_may(directory: Path) -> None:
+    """A look may be at a directory that anybody named: it changes nothing. Nobody else's file is ever removed."""
     written(directory)
     (directory / ".qwen.jsonl.new").write_bytes(b'{"vers')
+    others = ["__init__.py", "client.new", "qwen.jsonl", "sub"]
+    for name in others[:2]:
+        (directory / name).touch()
+    (directory / "sub").mkdir()
     assert load(directory) == RECORD
-    assert [path.name for path in directory.iterdir()] == ["qwen.jsonl"]
+    assert sorted(path.name for path in directory.iterdir()) == [".qwen.jsonl.new", *others]
+    Records(directory).remove_unfinished()
+    assert sorted(path.name for path in directory.iterdir()) == others
 
 
 # --- the lock -------------------------------------------------------------------------------------------------------

@@ -111,9 +111,25 @@ def test_an_adopted_engine_that_died_meanwhile_is_a_crash() -> None:
 
 def test_it_is_told_with_the_state_that_it_was_left_in() -> None:
     play = boot(found(), **left(State.READY)).see(Exited("a", 3, None, None))
-    assert play.record("exited").message.startswith("a ended by itself while ready: ended, exit code unknown (crash)")
+    assert play.record("exited").message.startswith("a ended while ready: ended, exit code unknown (crash)")
+    known = boot(found(), **left(State.READY)).see(Exited("a", 3, None, 9))
+    assert known.record("exited").message.startswith("a ended by itself while ready: killed by SIGKILL")
     fresh = boot(found()).see(Exited("a", 3, None, None))
     assert fresh.record("exited").message.startswith("a ended by itself while starting: ")
+
+
+@pytest.mark.parametrize(("number", "counts"), [(None, False), (9, True)])
+def test_an_end_that_came_while_no_daemon_ran_is_no_failure_of_its_own_unless_it_is_known(
+    number: int | None, counts: bool
+) -> None:
+    """A container or a control group ends both; six of these are no crash loop."""
+    before = {**left(State.STARTING), "restart_times": (T0 - 5.0, T0 - 4.0, T0 - 3.0, T0 - 2.0, T0 - 1.0)}
+    play = boot(found(), **before).see(Exited("a", 3, None, number)).see(Swept("a", 3))
+    engine = play.is_(State.FAILED if counts else State.BACKOFF).engine()
+    assert (len(engine.restart_times), engine.failures) == (5 + counts, 1)
+    if not counts:
+        assert play.record("restart").numbers["restarts_in_window"] == 5
+        play.wake().does(Launch("a", 4)).spawn().see(Exited("a", 4, 1, None)).see(Swept("a", 4)).is_(State.FAILED)
 
 
 def test_the_counts_go_on_from_the_higher_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -93,6 +94,8 @@ def test_root_believes_only_a_directory_that_nobody_else_could_have_made(
     if os.geteuid() == 0:
         tmp_path.chmod(0o711)
         assert list(applied._living(trust=True)) == [(tmp_path, ["a"])]
+    with lock_state_dir(tmp_path):
+        assert list(applied._living(trust=False)) == [], "its own daemon watches them"
 
 
 def test_engines_that_nobody_will_watch_are_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +109,24 @@ def test_engines_that_nobody_will_watch_are_named(config: Path, monkeypatch: pyt
     )
 
 
-def test_engines_of_a_daemon_that_runs_are_not_left(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_came_after_it_was_applied_loses_no_daemon(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live(monkeypatch, config.parent)
-    config.write_text("[supervisor\n", encoding="utf-8")
-    with lock_state_dir(config.parent), pytest.raises(ConfigError) as caught:
-        applied.choose(config, trust=False)
-    assert len(caught.value.problems) == 1
+    kept(config)
+    document = json.loads((config.parent / "applied.json").read_text(encoding="utf-8"))
+    document["tables"]["engine"]["a"]["start_timeout_s"] = 4
+    del document["config"]  # the first builds did not say
+    (config.parent / "applied.json").write_text(json.dumps(document), encoding="utf-8")
+    config.write_text(CONFIG.replace('model = "m"', 'model = "m"\nstart_timeout_s = 4'), encoding="utf-8")
+    chosen = applied.choose(config, trust=False)
+    assert chosen.error is not None
+    assert "start_timeout_s" in chosen.error
+    assert chosen.spec.engines["a"].start_timeout_s == 4
+
+
+def test_what_is_wrong_with_what_was_applied_is_said(config: Path) -> None:
+    applied.save(config.parent, {"supervisor": {"unknown": 1}}, config)
+    with pytest.raises(applied.UnusableError, match="this version refuses it: "):
+        applied.read(config.parent, config)
 
 
 def test_refused_files_and_nothing_lives(config: Path) -> None:
@@ -122,8 +137,7 @@ def test_refused_files_and_nothing_lives(config: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2, "tables": {}}', '{"version": 1, "tables": []}',
-                                  '{"version": 1, "tables": {"supervisor": {"unknown": 1}}}',
-                                  '{"version": 1, "tables": {}}'])  # fmt: skip
+                                  '{"version": 1, "tables": {"supervisor": {"unknown": 1}}}'])  # fmt: skip
 def test_what_cannot_be_used_is_as_good_as_absent(tmp_path: Path, text: str) -> None:
     (tmp_path / "applied.json").write_text(text, encoding="utf-8")
     with pytest.raises(applied.UnusableError):
