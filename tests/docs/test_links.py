@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +41,15 @@ def test_the_version_matrix_is_what_was_seen() -> None:
     page = read(matrix.PAGE)
     assert matrix.releases().markdown() in page
     assert matrix.pythons().markdown() in page
+
+
+def test_a_row_tells_when_and_of_which_commit_it_is(tmp_path: Path) -> None:
+    seen = {"python": "3.12.1", "date": "2026-11-30", "machine": "m", "failed": [], "tests": "5 passed"}
+    (tmp_path / "python-3.12.json").write_text(json.dumps(seen))
+    (tmp_path / "python-3.13.json").write_text(json.dumps(seen | {"python": "3.13.0", "commit": "1234abc+"}))
+    rows = matrix.pythons(tmp_path).rows
+    assert [row[-1] for row in rows] == ["2026-11-30, -", "2026-11-30, 1234abc+"]
+
+
+def test_the_commit_that_is_tested() -> None:
+    assert re.fullmatch(r"([0-9a-f]{7,40}|no commit)\+?", matrix.commit())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e_cpu.conftest import vllm
-from tests.e2e_matrix.page import where
+from tests.e2e_matrix.page import commit, where
 
 __all__ = ["vllm"]
 
@@ -21,7 +21,8 @@ class Record:
 
     def __init__(self) -> None:
         self._file = os.environ.get("VLLM_SUPERVISOR_TEST_RECORD")
-        self._seen: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "machine": where()}
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        self._seen: dict[str, Any] = {"date": today, "commit": commit(), "machine": where()}
         self.failed: list[str] = []
 
     def note(self, **seen: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ PAGE = ROOT / "docs" / "version-matrix.md"
 
 Seen = dict[str, Any]
 
-PYTHONS = ("Python", "its own tests", "verdict")
+RUN = "last run, at commit"
+
+PYTHONS = ("Python", "its own tests", "verdict", RUN)
 
 
 def where() -> str:
@@ -22,18 +25,34 @@ def where() -> str:
     return machine().rpartition(", Python")[0]
 
 
+def commit() -> str:
+    """The supervisor's commit, with + when files differ from it: other files than docs/ and the records themselves."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(("git", "-C", str(ROOT), *args), check=False, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git(
+        "status", "--porcelain", "--", ":/", ":(top,exclude)docs", f":(top,exclude){RECORDS.relative_to(ROOT)}"
+    )
+    return (git("rev-parse", "--short", "HEAD") or "no commit") + ("+" if changed else "")
+
+
 def releases(records: Path = RECORDS) -> Table:
     """A row for each release of vLLM that was ever run."""
     seen = {path.stem.removeprefix("vllm-"): json.loads(path.read_text()) for path in records.glob("vllm-*.json")}
     rows = [(version, *_release(seen[version])) for version in sorted(seen, key=_order)]
-    header = ("vLLM", *(title for title, _, _ in CELLS), "verdict")
+    header = ("vLLM", *(title for title, _, _ in CELLS), "verdict", RUN)
     return Table("Releases of vLLM", header, tuple(rows), _runs(seen))
 
 
 def pythons(records: Path = RECORDS) -> Table:
     """A row for each Python that this package was ever run with."""
     seen = {path.stem.removeprefix("python-"): json.loads(path.read_text()) for path in records.glob("python-*.json")}
-    rows = [(seen[minor]["python"], seen[minor]["tests"], _verdict(seen[minor])) for minor in sorted(seen, key=_order)]
+    rows = [
+        (seen[minor]["python"], seen[minor]["tests"], _verdict(seen[minor]), _last_run(seen[minor]))
+        for minor in sorted(seen, key=_order)
+    ]
     return Table("Pythons for the supervisor itself", PYTHONS, tuple(rows), _runs(seen))
 
 
@@ -42,10 +61,10 @@ def _order(version: str) -> list[int]:
 
 
 def _runs(seen: dict[str, Seen]) -> tuple[str, ...]:
-    """When and where each row was seen; rows of one run share a line."""
+    """Where each row was seen; rows of one machine share a line."""
     runs: dict[str, list[str]] = {}
     for version in sorted(seen, key=_order):
-        runs.setdefault(f"{seen[version]['date']}, {seen[version]['machine']}", []).append(version)
+        runs.setdefault(seen[version]["machine"], []).append(version)
     return tuple(f"{', '.join(versions)}: {run}" for run, versions in runs.items())
 
 
@@ -55,9 +74,14 @@ def _verdict(seen: Seen) -> str:
     return f"FAILED: {', '.join(seen['failed'])}" if seen["failed"] else "works"
 
 
+def _last_run(seen: Seen) -> str:
+    """The first records hold no commit."""
+    return f"{seen['date']}, {seen.get('commit', '-')}"
+
+
 def _release(seen: Seen) -> tuple[str, ...]:
     """The cells of a row. A run that failed early saw less: what it did not see is a dash."""
-    return (*(cell(seen) if key in seen else "-" for _, key, cell in CELLS), _verdict(seen))
+    return (*(cell(seen) if key in seen else "-" for _, key, cell in CELLS), _verdict(seen), _last_run(seen))
 
 
 def _listed(names: list[str], form: str = "{}") -> str:

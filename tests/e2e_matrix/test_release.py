@@ -61,7 +61,7 @@ class Node:
             # Long enough for a stream to end: the release's own shutdown gets the same.
             "drain_timeout_s": STOP_S - 5,
             "stop_timeout_s": STOP_S,
-            # torch compiles kernels for the first request to older releases: minutes on a busy machine.
+            # The first answer of older releases took minutes on a busy machine; 0.18.1 compiles kernels for it.
             "max_rounds": f"2\ntimeout_s = {READY_S}",
             "VLLM_NO_USAGE_STATS": f'"1"\nTORCHINDUCTOR_CACHE_DIR = "{self.daemon.home}/kernels"',
         }

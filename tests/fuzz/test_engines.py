@@ -344,11 +344,11 @@ def test_what_processes_claim(rng: random.Random) -> None:
     with bounded("process", b"".join(lines)), pytest.MonkeyPatch.context() as patch:
         stat = procfs._parse_stat(7, b"7 (" + name + b") " + STAT.rpartition(b") ")[2])
         procfs.describe(stat)
-        patch.setattr(procfs, "environment", lambda _: lines)
+        patch.setattr(procfs, "_read", lambda *_: b"\0".join(lines))
         found = family.read_marks(stat, "/state")
         assert found is None or (0 <= found.generation < 10**18 and found.engine.isascii())
         variables = {key: value.decode("utf-8", "surrogateescape") for key, value in marks.items()}
         maps = b"7f00-7f01 rw-s 00000000 00:01 5 /dev/shm/" + name + b"\n" + nasty(rng)
-        patch.setattr(procfs, "_read", lambda _: maps)
+        patch.setattr(procfs, "_read", lambda *_: maps)
         assert all("/" not in name for name in procfs.shared_memory(0))
         service.read_marks(f"vllm-engine-{variables[MARK_ENGINE]}.service", variables, "/state")

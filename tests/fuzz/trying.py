@@ -6,26 +6,28 @@ without it a few are tried, always the same.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
 import re
+import signal
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
-from time import thread_time
-from typing import Any, Final
+from resource import RUSAGE_CHILDREN, getrusage
+from time import process_time, thread_time
+from typing import Any, Final, NoReturn
 
 DATA: Final = Path(__file__).parents[1] / "data"
 EXAMPLES: Final = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 SEED: Final = os.environ.get("FUZZ_SEED") or (str(random.SystemRandom().getrandbits(32)) if EXAMPLES else "0")
 
 TRIED: Final[dict[str, list[float]]] = defaultdict(lambda: [0, 0, 0.0, 0.0, 0])
-"""By target: inputs, bytes, seconds of CPU, the longest of them, KiB by which the peak of this process's memory grew.
+"""By target: inputs, bytes, seconds of CPU, the longest of them, the most KiB of memory that one of them added.
 
 What conftest.py tells at the end.
 """
@@ -35,6 +37,12 @@ _LONGEST_BYTES: Final = 150_000
 _START_S: Final = 0.25
 _BYTE_S: Final = 20e-6
 """CPU that an input may take, and for each of its bytes: some twenty times what the slowest target needs."""
+_WAIT_S: Final = 20.0
+"""By the clock an input may take that much more than CPU: machines are busy."""
+_ADDED_KIB: Final = 64 << 10
+"""That an input may add to this process's memory while it is read."""
+_COSTS_S: Final = 120.0
+"""By the clock, for a call of `costs`: the second one, which is traced, takes some five times the first."""
 
 NASTY: Final = (
     "", " ", "\t", "\x00", "\x1b[2J", "\x1b]0;x", "\x7f", "\x85", "\u2028", "\u202e", "\ufeff", "\ud800",
@@ -74,37 +82,88 @@ def fuzz(short: int, slow: int = 1) -> Callable[[Callable[[random.Random], None]
     return wrap
 
 
+class _HangError(BaseException):
+    """Nothing that is tried catches it."""
+
+
 @contextmanager
-def bounded(target: str, data: object, per_byte_s: float = _BYTE_S) -> Iterator[None]:
-    """Count an input, and fail if it takes more CPU than its size allows. Its text is shown when anything fails."""
+def bounded(
+    target: str, data: object, per_byte_s: float = _BYTE_S, start_s: float = _START_S, wait_s: float = _WAIT_S
+) -> Iterator[None]:
+    """Count an input, and fail if it takes more time or memory than it may. Its text is shown when anything fails.
+
+    CPU is that of all threads and of children that ended. Memory is this process's alone, and what its allocator kept
+    from before is not seen again.
+    """
     size = len(data) if isinstance(data, str | bytes) else len(repr(data))
-    peak_kib = getrusage(RUSAGE_SELF).ru_maxrss
-    begun = thread_time()
+    may_take_s = start_s + size * per_byte_s
+    _forget_peak()
+    before_kib = peak_kib()
+    begun = _cpu_s()
     try:
-        yield
-    except Exception as error:
+        with _no_hang(may_take_s + wait_s):
+            yield
+    except (Exception, _HangError) as error:
         raise AssertionError(f"{target}: {type(error).__name__}: {error}\ninput: {str(data)[:20000]!r}") from error
-    took_s = thread_time() - begun
+    took_s = _cpu_s() - begun
+    added_kib = peak_kib() - before_kib
     tried = TRIED[target]
     tried[0] += 1
     tried[1] += size
     tried[2] += took_s
     tried[3] = max(tried[3], took_s)
-    tried[4] += getrusage(RUSAGE_SELF).ru_maxrss - peak_kib
-    assert took_s < _START_S + size * per_byte_s, f"{target}: {took_s:.2f} s for {size} bytes: {str(data)[:20000]!r}"
+    tried[4] = max(tried[4], added_kib)
+    seen = f"{target}: {took_s:.2f} s of CPU, {added_kib >> 10} MiB for {size} bytes: {str(data)[:20000]!r}"
+    assert took_s < may_take_s, seen
+    assert added_kib < _ADDED_KIB, seen
+
+
+@contextmanager
+def _no_hang(after_s: float) -> Iterator[None]:
+    """Break off what takes longer by the clock, in locks and sockets too, and write where each thread stood."""
+
+    def hang(*_: object) -> NoReturn:
+        faulthandler.dump_traceback(2)
+        raise _HangError(f"no end after {after_s:.1f} s")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _forget_peak() -> None:
+    """From now on the peak of this process's memory counts from what there is."""
+    Path("/proc/self/clear_refs").write_bytes(b"5")
+
+
+def peak_kib(pid: int | str = "self") -> int:
+    """The most memory that a process had."""
+    status = Path(f"/proc/{pid}/status").read_bytes()
+    return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0])
+
+
+def _cpu_s() -> float:
+    """Of this process and of its children that ended."""
+    children = getrusage(RUSAGE_CHILDREN)
+    return process_time() + children.ru_utime + children.ru_stime
 
 
 def costs(call: Callable[[], object]) -> tuple[float, int]:
     """Seconds of CPU, and then, once more, the peak of bytes that a call takes."""
-    begun = thread_time()
-    call()
-    took_s = thread_time() - begun
-    tracemalloc.start()
-    try:
+    with _no_hang(_COSTS_S):
+        begun = thread_time()
         call()
-        return took_s, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+        took_s = thread_time() - begun
+        tracemalloc.start()
+        try:
+            call()
+            return took_s, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
 
 
 def pumped(parts: Sequence[bytes], size: int) -> list[bytes]:
