@@ -168,7 +168,7 @@ _STARTS: dict[str, dict[str, Any]] = {
     "start_never_ready": {"ready_delay_s": 1000, "spam": {"lines_per_s": 20, "line": "Waiting for core engine 1"}},
 }
 for _name, _values in _STARTS.items():
-    add(Fault(_name, On.ENGINE, partial(_failing_start, _values), LONG))
+    add(Fault(_name, On.ENGINE, partial(_failing_start, _values), LONG, spoils="blocks" in _values))
 
 _FINAL: dict[str, dict[str, Any]] = {
     "start_bad_flag": {"start_error": {"capture": "badflag"}},

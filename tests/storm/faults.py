@@ -47,6 +47,8 @@ class Fault:
     begin: Begin
     lasts_s: tuple[float, float] = (0.0, 0.0)
     """At least and at most, before it is undone."""
+    spoils: bool = False
+    """What it did to a process stays until that is another one."""
 
 
 KINDS: dict[str, Fault] = {}

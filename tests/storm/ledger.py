@@ -1,4 +1,4 @@
-"""Afterwards: whether the history has everything that happened, and whether restarts kept their budget.
+"""Afterwards: whether the history has everything that happened (`budget`: whether restarts kept theirs).
 
 Pure: the log's lines and the starts that engines recorded themselves are compared with the history's events.
 """
@@ -15,8 +15,6 @@ from supervisord.core.incident import Event
 
 ENDINGS = frozenset({"exited", "stopping", "stopped", "leftover", "killing", "failed", "unkillable_gone"})
 BEGINNINGS = frozenset({"spawned", "adopted", "leftover"})
-RELEASES = frozenset({"requested", "daemon_started", "reconfigured", "reload"})
-"""After one of these an engine may be started before its back-off is over."""
 
 TAKEN_OUT = frozenset({"draining", "stopping"})
 VOLUNTARY = frozenset({"kv_shortfall", "gpu_creep", "host_creep"})
@@ -26,7 +24,6 @@ KILL_LOSES_S = 2.0
 """The history gathers for half a second, then writes; a machine that is busy adds to that."""
 LOG_EARLY_S = 0.5
 """A line may be seen in the log before the history notes the time of its event."""
-CLOCK_SLACK_S = 0.05
 SEEN_EVERY_S = 0.5
 """Processes are looked at more often than this."""
 TOLD_S = 10.0
@@ -49,6 +46,8 @@ class Start(NamedTuple):
     engine: str
     generation: int
     pid: int
+    at: float = 0.0
+    """Monotonic."""
 
 
 Span = tuple[float, float]
@@ -58,15 +57,16 @@ def _key(kind: str, engine: str | None, generation: int | None, message: str) ->
     return (kind, engine or "", generation or 0, message)
 
 
-def missing(log: Sequence[Told], history: Iterable[Event], forgiven: Sequence[Span]) -> list[str]:
+def missing(log: Sequence[Told], history: Iterable[Event], forgiven: Sequence[Span], checked: int = 0) -> list[str]:
     """What was told and is not in the history, beyond `forgiven` (times in which it may get lost).
 
-    The oldest of what is missing pays for losses that were counted and told themselves.
+    The oldest of what is missing pays for losses that were counted and told themselves. So many lines were `checked`
+    before, and what was counted in them pays for nothing later.
     """
     lines: dict[tuple[str, str, int, str], list[int]] = defaultdict(list)
     counted = 0
     for number, (_, line) in enumerate(log):
-        if line["kind"] == "history" and (found := _LOST.match(line["event"])):
+        if number >= checked and line["kind"] == "history" and (found := _LOST.match(line["event"])):
             counted += int(found[1])
         if line["kind"] not in NEVER_IN_HISTORY:
             lines[_key(line["kind"], line.get("engine"), line.get("generation"), line["event"])].append(number)
@@ -76,14 +76,16 @@ def missing(log: Sequence[Told], history: Iterable[Event], forgiven: Sequence[Sp
         own = next((number for number in same if log[number].at > event.now - LOG_EARLY_S), None)
         if own is not None:
             same.remove(own)
-    lost = sorted(number for same in lines.values() for number in same if not _within(log[number].at, forgiven))
+    left = sorted(number for same in lines.values() for number in same)
+    lost = [number for number in left if number >= checked and not within(log[number].at, forgiven)]
     return [
         f"not in the history: {line['timestamp']} {line['kind']} {line.get('engine')} {line['event']}"
         for _, line in (log[number] for number in lost[counted:])
     ]
 
 
-def _within(at: float, spans: Sequence[Span]) -> bool:
+def within(at: float, spans: Sequence[Span]) -> bool:
+    """Whether something was in one of these times."""
     return any(begin <= at <= end for begin, end in spans)
 
 
@@ -142,27 +144,4 @@ def out_of_turn(history: Iterable[Event], group: Collection[str]) -> list[str]:
             ready.pop(name, None)  # not wanted: nobody waits for it
         elif event.kind in ENDINGS | TAKEN_OUT:
             ready[name] = False
-    return wrong
-
-
-def too_hasty(history: Iterable[Event], backoff_max_s: float) -> list[str]:
-    """Starts before their back-off was over, and back-offs shorter than a spent budget demands."""
-    due: dict[str, tuple[float, float]] = {}
-    wrong = []
-    for event in history:
-        name = event.engine or ""
-        if event.kind == "restart":
-            numbers = event.numbers
-            delay_s = float(numbers["delay_s"])  # type: ignore[arg-type]
-            due[name] = (event.now, delay_s)
-            over = numbers["restarts_in_window"] > numbers["max_restarts"]  # type: ignore[operator]
-            if over and delay_s < backoff_max_s:
-                wrong.append(f"{name} has spent its budget and is started again after {delay_s} s: {event.message}")
-        elif event.kind in RELEASES:
-            for engine in [name] if name else list(due):
-                due.pop(engine, None)
-        elif event.kind == "spawned" and name in due:
-            decided, delay_s = due.pop(name)
-            if event.now < decided + delay_s - CLOCK_SLACK_S:
-                wrong.append(f"{name} was started {event.now - decided:.2f} s after it was told to wait {delay_s} s")
     return wrong

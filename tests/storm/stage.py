@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,9 +30,13 @@ DISK_MIB = 192
 LIFE_S = "7200"
 """Nothing that a broken storm leaves lives longer."""
 
+END_S = 300.0
+"""For what takes a second; a busy machine has been seen to take 33 s to start a daemon."""
+
 PAIR = ("a", "b")
 """Replicas of each other."""
 
+COOL_C = 35
 FRESH_S = 0.1
 BACKOFF_MAX_S = 2.0
 HASTY: Mapping[str, Any] = {
@@ -99,6 +103,7 @@ class Stage:
         self.has_disk = False
         self.config_is_good = True
         self.stranger = 0
+        self._shown_c = 0
         self._over = contextlib.ExitStack()
         self._known: Document = {}
         self._known_at = 0.0
@@ -132,14 +137,22 @@ class Stage:
                 stack.enter_context(small_disk(self.daemon.state_dir, DISK_MIB))
                 self.has_disk = True
             self.stranger = stack.enter_context(self._look_alike()).pid
+            stack.callback(self._end)
             self._over = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self._over.__exit__(kind, error, at)
+        except Exception as hiding:
+            if error is None:
+                raise
+            print(f"and the stage could not be cleared: {hiding!r}")  # what was seen before is what counts
+
+    def _end(self) -> None:
         if self.daemon.process is not None and self.daemon.process.poll() is None:
             self.daemon.process.send_signal(signal.SIGCONT)
-            self.daemon.stop()
-        self._over.__exit__(kind, error, at)
+            self.daemon.stop(END_S)
 
     @contextlib.contextmanager
     def _look_alike(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -153,7 +166,8 @@ class Stage:
             yield foreign
         finally:
             os.killpg(foreign.pid, signal.SIGKILL)
-            foreign.wait(10)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is nobody's business any more
+                foreign.wait(END_S)
 
     def engines_toml(self) -> str:
         url = f"http://127.0.0.1:{self.receiver.server.port}/storm"
@@ -250,6 +264,17 @@ class Stage:
         gpus = self.gpus_of(name)
         return [other for other in self.sims if other == name or set(gpus) & set(self.gpus_of(other))]
 
+    def show(self) -> None:
+        """Give a GPU that no fault befalls a number that no look at it has seen yet."""
+        self._shown_c = self._shown_c % 30 + 1
+        (gpu,) = self.gpus_of("calm-gpu")
+        gpu.set(temperature=COOL_C + self._shown_c)
+
+    def seen_in(self, document: Document) -> bool:
+        """The daemon knows that number."""
+        (gpu,) = self.gpus_of("calm-gpu")
+        return any(g["uuid"] == gpu.uuid and g["temperature_c"] == COOL_C + self._shown_c for g in document["gpus"])
+
     # --- rest ---
 
     def has_applied(self) -> bool:
@@ -269,7 +294,7 @@ class Stage:
             last[:] = document.get("engines", [])
             if not last:
                 return False
-            self._operate(document, asked)
+            self.operate(document, asked, self.sims)
             return all(e["state"] == "ready" for e in last) and document["supervisor"]["gpu_trouble"] is None
 
         try:
@@ -279,16 +304,17 @@ class Stage:
             trouble = self.status().get("supervisor", {}).get("gpu_trouble")
             raise AssertionError(f"{error}\n{told}\n{trouble}") from None
 
-    def _operate(self, document: Document, asked: dict[str, float]) -> None:
-        """What stays as it is until somebody says otherwise."""
+    def operate(self, document: Document, asked: dict[str, float], names: Collection[str]) -> None:
+        """What stays as it is until somebody says otherwise. `asked`: when that was said last."""
         for engine in document["engines"]:
             state, last = engine["state"], engine["last_exit"] or {}
             external = state == "backoff" and last.get("class") == "external"
-            if state in {"stopped", "failed", "draining"} or external:
+            if engine["name"] in names and (state in {"stopped", "failed", "draining"} or external):
                 self._once(asked, engine["name"], "reset" if state == "failed" else "start")
         released = (document["supervisor"]["gpu_trouble"] or {}).get("code") == "gpu_released"
-        named = {gpu["uuid"] for gpu in document["gpus"] if gpu["quarantined"] or released}
-        if released:
+        ours = {gpu.uuid for gpu in self.gpus_of(*names)}
+        named = {gpu["uuid"] for gpu in document["gpus"] if gpu["quarantined"] or released} & ours
+        if released and ours:
             named.add(self.box.gpu(0).uuid)
         for uuid in named:
             if time.monotonic() > asked.get(uuid, 0) + 2:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
 from supervisord.core.incident import Event
-from supervisord.history_read import Reader
-from supervisord.history_store import FILE
+from supervisord.history_read import Reader, UnreadableError
+from supervisord.history_store import FILE, BrokenError
+from supervisord.history_writer import RETRY_S
 from tests.daemon.outside import engine_processes
 from tests.sim.engine import wait_until
-from tests.storm import engine_faults, gpu_faults, ledger, node_faults
+from tests.storm import budget, engine_faults, gpu_faults, ledger, node_faults
+from tests.storm.blame import BLIND_S, REST_S
 from tests.storm.faults import KINDS, Fault, NotNowError, On, Undo
-from tests.storm.ledger import Start, Told
-from tests.storm.stage import BACKOFF_MAX_S, PAIR, Stage
+from tests.storm.ledger import Span, Start, Told
+from tests.storm.quiet import Quiet
+from tests.storm.stage import BACKOFF_MAX_S, HASTY, PAIR, Stage
 from tests.storm.witness import Witness
 
 SOURCES = (engine_faults, gpu_faults, node_faults)
@@ -35,6 +37,12 @@ OVERTIME_S = 240.0
 """So much longer a storm goes on until each kind has had its minimum."""
 HISTORY_S = 60.0
 """What is told is in the history by then, with a disk that was full before."""
+CATCH_UP_S = RETRY_S + ledger.KILL_LOSES_S
+"""So long after a disk was full the history tries again."""
+LEFT_S = 30.0
+TEND_S = 1.0
+RULE = budget.Rule(HASTY["restart"]["max_restarts"], HASTY["restart"]["max_restarts_window_s"], BACKOFF_MAX_S)
+BLINDING = frozenset({On.SIGHT, On.GPUS})
 SHOWN = 40
 DULL = frozenset({"config_warning", "refused"})
 """Kinds of events that tell nothing about a violation."""
@@ -67,9 +75,15 @@ class Storm:
         self._kinds = {name: kind for name, kind in KINDS.items() if name != "disk_full" or stage.has_disk}
         self._open: list[Open] = []
         self._began = time.monotonic()
-        self._forgiven: list[tuple[float, float]] = []
-        self._full_since, self._full_until = 0.0, -HISTORY_S
+        self._forgiven: list[Span] = []
+        self._full_since, self._full_until = 0.0, 0.0
+        self._checked = 0
         self._rests = 0
+        units = sorted({frozenset(stage.sharing(name)) for name in stage.victims}, key=min)
+        with_gpus = [name for name in stage.victims if stage.gpus_of(name)]
+        self._quiet = Quiet(units, with_gpus, Random(f"{seed}:quiet"))
+        self._asked: dict[str, float] = {}
+        self._tend_at = 0.0
         self.counts: Counter[str] = Counter()
         self.told: list[str] = []
 
@@ -77,7 +91,7 @@ class Storm:
         """Rage, and come to rest. Raises StormError."""
         try:
             self._stage.start()
-            self._rest()
+            self._come_to_rest()
             self._rage()
             self._rest()
             self._stop()
@@ -85,6 +99,10 @@ class Storm:
             raise
         except AssertionError as error:
             raise self._error([str(error)]) from error
+        finally:
+            for left in self._open:
+                with contextlib.suppress(Exception):  # what went wrong before is what counts
+                    left.undo()
 
     def _rage(self) -> None:
         order, waiting = self._order(), list[tuple[int, Fault]]()
@@ -92,6 +110,8 @@ class Storm:
         while time.monotonic() < until or self._lacking():
             if time.monotonic() > until + OVERTIME_S:
                 raise self._error([f"could not be staged {self._minimum} times: {', '.join(self._lacking())}"])
+            if self._quiet.turns(time.monotonic()):
+                self._begin_quiet()
             if time.monotonic() > calm_at:
                 self._rest()
                 calm_at = time.monotonic() + CALM_EVERY_S
@@ -117,7 +137,8 @@ class Storm:
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while True:
-            self._undo_due(time.monotonic())
+            self._undo(lambda fault: fault.until <= time.monotonic())
+            self._tend()
             self._check()
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -126,11 +147,29 @@ class Storm:
 
     # --- faults ---
 
+    def _begin_quiet(self) -> None:
+        """Leave some engines alone from now on; what befalls them is over."""
+        quiet = self._quiet
+        self._say(0, None, ",".join(sorted(quiet.engines)), "left alone")
+        sight = {On.SIGHT} if quiet.gpus else set()
+        self._undo(lambda fault: fault.kind.on in sight or bool(quiet.engines.intersection(fault.engines)))
+
+    def _tend(self) -> None:
+        """Do for those that are left alone what only an operator can do."""
+        if self._quiet.engines and time.monotonic() >= self._tend_at:
+            self._tend_at = time.monotonic() + TEND_S
+            document = self._stage.status()
+            if document:
+                self._stage.operate(document, self._asked, self._quiet.engines)
+
     def _try(self, number: int, kind: Fault) -> bool:
         rng = Random(f"{self._seed}:{number}")
         candidates = [""]
+        if kind.on in {On.SIGHT, On.GPUS} and self._quiet.gpus:
+            return False
         if kind.on in {On.ENGINE, On.GPU}:
-            candidates = rng.sample(self._stage.victims, len(self._stage.victims))
+            rest = [name for name in self._stage.victims if name not in self._quiet.engines]
+            candidates = rng.sample(rest, len(rest))
             with self._witness.blaming() as blame:
                 candidates.sort(key=blame.open_faults)
         return any(self._begin(number, kind, name) for name in candidates)
@@ -142,55 +181,59 @@ class Storm:
         engines, rng = tuple(befalls.get(kind.on, ())), Random(f"{self._seed}:{number}:{name}")
         began = time.monotonic()
         with self._witness.blaming() as blame:
-            blame.begin(engines)
-        if kind.on is On.SIGHT:
-            self._blind()
+            # A daemon that was ended starts them anew: nothing is left of them that a rule could see.
+            blame.begin(engines, rest_s=0.0 if kind.on is On.ALL else REST_S)
+        if kind.on in BLINDING:
+            self._blind(kind, float("inf"))
         try:
             undo = kind.begin(stage, name, rng)
         except NotNowError:
-            self._end(engines)
+            self._end(kind, engines)
             return False
         self.counts[kind.name] += 1
         self._say(number, kind, name, "")
         self._forgive(kind, began)
         if undo is None:
-            self._end(engines)
+            self._end(kind, engines)
         else:
             at = time.monotonic() + rng.uniform(*kind.lasts_s)
-            heapq.heappush(self._open, Open(at, number, kind, engines, undo))
+            self._open.append(Open(at, number, kind, engines, undo))
         return True
 
-    def _undo_due(self, now: float) -> None:
-        while self._open and self._open[0].until <= now:
-            over = heapq.heappop(self._open)
+    def _undo(self, test: Callable[[Open], bool]) -> None:
+        for over in sorted(filter(test, self._open)):
+            self._open.remove(over)
             over.undo()
-            self._end(over.engines)
-            if over.kind.on is On.SIGHT:
-                self._blind()
+            if over.kind.name == "disk_full":
+                self._full_until = time.monotonic()
+            self._end(over.kind, over.engines)
             self._say(over.number, over.kind, ",".join(over.engines), "over")
 
-    def _end(self, engines: tuple[str, ...]) -> None:
+    def _end(self, kind: Fault, engines: tuple[str, ...]) -> None:
         with self._witness.blaming() as blame:
-            blame.end(engines)
+            blame.end(engines, spoils=kind.spoils)
+        if kind.on in BLINDING and not any(fault.kind.on in BLINDING for fault in self._open):
+            self._blind(kind, time.monotonic() + BLIND_S)
+            self._stage.show()
 
-    def _blind(self) -> None:
+    def _blind(self, kind: Fault, until: float) -> None:
+        named = [name for name in self._stage.sims if self._stage.gpus_of(name)]
         with self._witness.blaming() as blame:
-            blame.blind([name for name in self._stage.sims if self._stage.gpus_of(name)], time.monotonic())
+            blame.blind(named, until, shifting=kind.on is On.GPUS)
 
     def _forgive(self, kind: Fault, began: float) -> None:
         """When what was told may miss in the history: what a killed daemon had not written yet."""
-        if kind.name.startswith("daemon_sigkill"):
-            full = [over for over in self._open if over.kind.name == "disk_full"]
-            since = self._full_since if full or time.monotonic() < self._full_until + HISTORY_S else began
-            self._forgiven.append((since - ledger.KILL_LOSES_S, time.monotonic()))
-        elif kind.name == "disk_full":
-            if time.monotonic() > self._full_until + HISTORY_S:
-                self._full_since = began
-            self._full_until = began + kind.lasts_s[1]
+        full = any(over.kind.name == "disk_full" for over in self._open)
+        behind = full or began < self._full_until + CATCH_UP_S
+        if kind.name == "disk_full":
+            self._full_since = self._full_since if behind else began
+        elif kind.name.startswith("daemon_sigkill"):
+            self._forgiven.append(((self._full_since if behind else began) - ledger.KILL_LOSES_S, time.monotonic()))
 
-    def _say(self, number: int, kind: Fault, whom: str, what: str) -> None:
+    def _say(self, number: int, kind: Fault | None, whom: str, what: str) -> None:
         at_s = time.monotonic() - self._began
-        self.told.append(f"{at_s:8.2f} #{number} {kind.name}{f' of {whom}' if whom else ''} {what}".rstrip())
+        name = f"#{number} {kind.name}" if kind is not None else "---"
+        self.told.append(f"{at_s:8.2f} {name}{f' of {whom}' if whom else ''} {what}".rstrip())
 
     # --- what must hold ---
 
@@ -199,18 +242,21 @@ class Storm:
             raise self._error(self._witness.violations)
 
     def _rest(self) -> None:
+        self._come_to_rest()
+        self._rests += 1
+
+    def _come_to_rest(self) -> None:
         """Undo everything; all must be ready within bounds, nothing left over, and the books must be right."""
         stage, daemon = self._stage, self._stage.daemon
-        self.told.append(f"{time.monotonic() - self._began:8.2f} --- rest")
-        self._undo_due(float("inf"))
+        self._say(0, None, "", "rest")
+        self._undo(lambda _: True)
         for sim in stage.sims.values():
             sim.mood.clear()
         stage.settle(CONVERGED_S)
         self._check()
-        wait_until(self._nothing_else_lives, 30, "leftovers of earlier generations to be gone", every_s=0.1)
+        wait_until(self._nothing_else_lives, LEFT_S, "leftovers of earlier generations to be gone", every_s=0.1)
         daemon.assert_no_bug()
         self._books()
-        self._rests += 1
 
     def _nothing_else_lives(self) -> bool:
         """Every process of an engine is of the generation that status shows, and its main process is among them."""
@@ -227,24 +273,28 @@ class Storm:
 
         def right() -> bool:
             events = list(_all_events(reader))
-            problems[:] = ledger.missing(log, events, self._forgiven)
-            problems[:] += ledger.too_hasty(events, BACKOFF_MAX_S)
+            problems[:] = ledger.missing(log, events, self._forgiven, self._checked)
+            problems[:] += budget.too_hasty(events, BACKOFF_MAX_S, _turns(reader), log, self._forgiven)
             problems[:] += ledger.out_of_turn(events, PAIR)
             return not problems
 
         with contextlib.suppress(AssertionError):
             wait_until(right, HISTORY_S, "the history to be written", every_s=1.0)
         living = {e["name"]: e["generation"] for e in self._stage.status().get("engines", ()) if e["pid"]}
-        problems += ledger.unexplained(
-            self._starts(), log, living, ledger.Ends(self._witness.last_seen, self._stage.kills)
-        )
+        starts, last_seen = list(self._starts()), self._witness.last_seen
+        problems += ledger.unexplained(starts, log, living, ledger.Ends(last_seen, self._stage.kills))
+        victims = [start for start in starts if start.engine in self._stage.victims]
+        problems += budget.overspent(victims, log, last_seen, RULE, self._forgiven)
         if problems:
             raise self._error(problems)
+        # It has everything: from now on nothing that was told before can get lost, however full the disk was.
+        self._checked = len(log)
+        self._full_since = self._full_until = 0.0
 
     def _starts(self) -> Iterator[Start]:
         for name, sim in self._stage.sims.items():
             for start in sim.starts():
-                yield Start(name, int(start["env"]["SUPERVISED_GENERATION"]), start["pid"])
+                yield Start(name, int(start["env"]["SUPERVISED_GENERATION"]), start["pid"], start["now"])
 
     def _stop(self) -> None:
         stage = self._stage
@@ -280,6 +330,8 @@ class Storm:
         answers = sorted(most.answers_s)
         kinds = Counter(document["kind"] for document in log)
         generations = {name: len(sim.starts()) for name, sim in self._stage.sims.items()}
+        with self._witness.blaming() as blame:
+            guarded = ", ".join(f"{name} {seconds:.0f}" for name, seconds in blame.guarded_s.items())
         rows = {
             "faults": _counted(self.counts),
             "starts": ", ".join(f"{name} {count}" for name, count in generations.items()),
@@ -289,6 +341,7 @@ class Storm:
             "books": f"{self._rests} times at rest with all engines ready and the books right; "
             f"{len(self._stage.kills)} kills of the daemon",
             "daemon": f"at most {most.rss_mib:.0f} MiB, {most.descriptors} descriptors, {most.threads} threads",
+            "guarded": f"seconds in which a restart would have been a violation: {guarded}",
             "seen": f"{most.looks} looks at all processes; {self._stage.receiver.received} notices received",
         }
         took_s = time.monotonic() - self._began
@@ -302,6 +355,13 @@ def _all_events(reader: Reader) -> Iterator[Event]:
         page = reader.page(None, None, after, 1000)
         yield from page.events
         after, more = page.last_id, page.more
+
+
+def _turns(reader: Reader) -> list[float]:
+    """When the loop took up what is in the history."""
+    with contextlib.suppress(UnreadableError, BrokenError):
+        return [at for recording in reader.recordings() for at, _ in recording.seen]
+    return []
 
 
 def _shown(document: dict[str, object]) -> str:

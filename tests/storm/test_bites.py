@@ -15,7 +15,7 @@ import pytest
 from supervisord.core.incident import Event
 from supervisord.core.messages import Severity
 from tests.sim.engine import wait_until
-from tests.storm import ledger
+from tests.storm import budget, ledger
 from tests.storm.blame import BLIND_S, REST_S, Blame
 from tests.storm.ledger import Ends, Start, Told
 from tests.storm.stage import Stage
@@ -54,10 +54,15 @@ def test_what_nobody_could_see_comes_out_later() -> None:
     blame.begin("a")
     blame.end("a")
     blame.seen("a", "ready", 1, 1.0)
-    blame.blind("ab", 10.0)
+    blame.blind("ab", 10.0 + BLIND_S)
     assert not blame.well("a", 10.0 + BLIND_S)
     assert blame.well("a", 10.0 + BLIND_S + REST_S)
     assert blame.well("b", 11.0), "nothing was ever done to b"
+    blame.sees(20.0)
+    assert blame.well("a", 20.0 + REST_S), "it has come out by now"
+    blame.blind("ab", float("inf"))
+    blame.sees(21.0)
+    assert not blame.well("a", 1000.0), "what was seen then was of before"
 
 
 def test_what_a_new_daemon_found_may_start_but_not_be_another_generation() -> None:
@@ -169,10 +174,10 @@ def test_hasty_restarts_are_seen(delay_s: float, spent: int, spawned_at: float, 
     numbers = {"delay_s": delay_s, "restarts_in_window": spent, "max_restarts": 5}
     history = [
         event("restart", 1.0, **numbers),
-        *([event("requested", 2.0)] if asked else ()),
+        *([replace(event("requested", 2.0), reason="start")] if asked else ()),
         event("spawned", spawned_at),
     ]
-    found = ledger.too_hasty(history, 2.0)
+    found = budget.too_hasty(history, 2.0, [], [])
     assert (found == []) if wrong is None else (wrong in found[0])
 
 

@@ -23,6 +23,10 @@ ANSWER_S = 8.0
 connections of the control socket (10 s each if nobody else comes). Normal are milliseconds."""
 SHORT_OF_BREATH = 10
 """And so many times what an idle process takes meanwhile to say a byte: that much more is the machine's."""
+BREATH_S = 0.3
+"""Where an idle process takes longer, a victim may be restarted: its probes have a second."""
+BREATH_FOR_S = 15.0
+"""So long a rule of the victims gathers evidence."""
 ADOPTED_S = 15.0
 """A new daemon knows by then whether what it found answers."""
 RSS_MAX_MIB = 100.0
@@ -118,7 +122,7 @@ class Witness:
 
     def _processes(self) -> None:
         self.most.looks += 1
-        found, now = self._looker.look(), time.monotonic()
+        now, found = time.monotonic(), self._looker.look()
         self.last_seen.update({(seen.engine, seen.generation): now for seen in found})
         for text in twins(found, self._highest):
             self._saw(f"two generations of one engine live: {text}")
@@ -157,7 +161,13 @@ class Witness:
 
     def _engines(self, document: Document) -> None:
         now = time.monotonic()
+        short_of_breath = self._idle.slowest_s(now - BREATH_FOR_S) > BREATH_S
         with self._lock:
+            if self._stage.seen_in(document):
+                self._blame.sees(now)
+            if short_of_breath:
+                self._blame.begin(self._stage.victims)
+                self._blame.end(self._stage.victims)
             for engine in document["engines"]:
                 name, state, generation = engine["name"], engine["state"], engine["generation"]
                 adopting = now - self._stage.began < ADOPTED_S

@@ -120,7 +120,7 @@ def record(args: list[str]) -> None:
     path = os.environ.get("VLLM_SIM_RECORD")
     if not path:
         return
-    line = {"pid": os.getpid(), "at": time.time(), "args": args, "env": dict(os.environ)}
+    line = {"pid": os.getpid(), "at": time.time(), "now": time.monotonic(), "args": args, "env": dict(os.environ)}
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(fd, json.dumps(line).encode() + b"\n")
     os.close(fd)
