@@ -11,7 +11,7 @@ from typing import Final
 
 from supervisord.core import admission, ending, gpu_inventory
 from supervisord.core.messages import Adopt, Severity, WatchPort
-from supervisord.core.model import After, Draining, Engine, Found, Reason, Starting, State
+from supervisord.core.model import After, Backoff, Draining, Engine, Found, Reason, Starting, State
 from supervisord.core.spec import EngineSpec
 from supervisord.core.turn import Turn
 
@@ -48,7 +48,14 @@ def take_over(turn: Turn, found: Found) -> None:
 
 
 def begin(turn: Turn, engine: Engine) -> None:
-    """Start a wanted engine of which nothing lives; one that an operator had drained stays down."""
+    """Start a wanted engine of which nothing lives; one that an operator had drained stays down.
+
+    A back-off goes on: a daemon that dies again and again must not start what fails each time at once.
+    """
+    left = engine.left
+    if left is not None and left.until is not None and left.cause is not None and turn.now < left.until:
+        turn.enter(replace(engine, left=None), Backoff(left.until, left.cause))
+        return
     if not _held(engine):
         admission.admit(turn, engine)
         return

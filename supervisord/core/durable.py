@@ -11,10 +11,12 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Final, TypeVar
 
+from supervisord.core import policy
 from supervisord.core.memory import UNSEEN, MemoryWatch
 from supervisord.core.model import (
     STATE_OF,
     After,
+    Backoff,
     Draining,
     Engine,
     ExitClass,
@@ -32,7 +34,7 @@ from supervisord.core.model import (
     Stopping,
     Warmup,
 )
-from supervisord.core.spec import EngineSpec, NodeSpec
+from supervisord.core.spec import EngineSpec, NodeSpec, RestartSpec
 from supervisord.core.watch import Watch
 
 Saved = dict[str, Any]
@@ -80,6 +82,7 @@ def save_engine(engine: Engine) -> Saved:
         },
         "state": left.state.value,
         "since": left.since,
+        "until": left.until,
         "after": None if left.after is None else left.after.value,
         "cause": _saved_reason(left.cause),
         "ready_since": engine.ready_since,
@@ -98,6 +101,8 @@ def _left_of(engine: Engine) -> Left:
         return Left(State.READY, engine.since)  # judged anew: its blocks may be free by then
     if isinstance(phase, Draining | Stopping):
         return Left(engine.state, engine.since, phase.after, phase.cause)
+    if isinstance(phase, Backoff):
+        return Left(engine.state, engine.since, cause=phase.reason, until=phase.until)
     return Left(engine.state, engine.since)
 
 
@@ -207,9 +212,10 @@ def _of_this_boot(engine: Engine, saved: Mapping[str, Any], now: float) -> Engin
     moments = (_moment(value, now) for value in _list(saved.get("restart_times")))
     phase: Phase = Stopped()
     failed = _mapping(saved.get("failed"))
-    if failed.get("kind") == FailedKind.CRASH_LOOP.value and saved.get("plan_id") == engine.plan_id:
+    same_plan = saved.get("plan_id") == engine.plan_id
+    if failed.get("kind") == FailedKind.CRASH_LOOP.value and same_plan:
         phase = Failed(FailedKind.CRASH_LOOP, str(failed.get("message", "")))
-    left = _left(saved, now)
+    left = _left(saved, now, engine.spec.restart if same_plan else None)
     return replace(
         engine,
         phase=phase,
@@ -229,11 +235,16 @@ def _of_this_boot(engine: Engine, saved: Mapping[str, Any], now: float) -> Engin
     )
 
 
-def _left(saved: Mapping[str, Any], now: float) -> Left | None:
+def _left(saved: Mapping[str, Any], now: float, spec: RestartSpec | None) -> Left | None:
+    """`spec`: by which a back-off may go on; without one it is over."""
     state, since = _member(State, saved.get("state")), _moment(saved.get("since"), now)
     if state is None or since is None:
         return None
     after, cause = _member(After, saved.get("after")), _reason(saved.get("cause"))
+    until = _real(saved.get("until"))
+    if state is State.BACKOFF and spec is not None and until is not None and cause is not None:
+        longest_s = max(spec.backoff_max_s, policy.EXTERNAL_DELAY_S)
+        return Left(state, since, cause=cause, until=min(until, now + longest_s))
     return Left(state, since, after, cause) if after is not None and cause is not None else Left(state, since)
 
 

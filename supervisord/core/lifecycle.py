@@ -26,8 +26,9 @@ MEMORY_BACK_S: Final = 30.0
 """GPU memory comes back within 0.2 s, on the other GPUs of a killed rank within 9."""
 
 TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
-    # A starting daemon finds an engine that serves in any state: it begins with STOPPED, or a remembered FAILED.
-    State.STOPPED: frozenset({State.WAITING, State.STARTING, State.DRAINING, State.STOPPING}),
+    # A starting daemon finds an engine that serves in any state, or in a back-off that is not over: it begins with
+    # STOPPED, or a remembered FAILED.
+    State.STOPPED: frozenset({State.WAITING, State.STARTING, State.DRAINING, State.STOPPING, State.BACKOFF}),
     State.WAITING: frozenset({State.STOPPED, State.STARTING, State.STOPPING, State.BACKOFF, State.FAILED}),
     State.STARTING: frozenset({State.WAITING, State.WARMING, State.READY, State.STOPPING, State.BACKOFF, State.FAILED}),
     State.WARMING: frozenset({State.READY, State.STOPPING}),

@@ -277,13 +277,15 @@ STATE_OF: Final[Mapping[type, State]] = {
 class Left:
     """How the daemon before this one left an engine whose processes may live; of use when these are adopted.
 
-    `since`: when it came into `state`. `after` and `cause`: of one that was draining or stopping.
+    `since`: when it came into `state`. `after` and `cause`: of one that was draining or stopping. `until` and `cause`:
+    of one whose back-off was not over.
     """
 
     state: State
     since: float
     after: After | None = None
     cause: Reason | None = None
+    until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,16 @@ def boot(*left: Found, engines: tuple[EngineSpec, ...] = (engine_spec(),), **fie
 # --- nothing left ---
 
 
+def test_a_back_off_of_the_daemon_before_goes_on() -> None:
+    left = Left(State.BACKOFF, T0 - 1.0, cause=Reason("exited", "boom"), until=T0 + 9.0)
+    play = boot(left=left).is_(State.BACKOFF)
+    play.clock(8.9).is_(State.BACKOFF)
+    play.clock(0.1).does(Launch("a", 1)).is_(State.STARTING)
+    boot(left=replace(left, until=T0)).is_(State.STARTING)
+    boot(left=left).ask(Op.RESET).is_(State.STARTING)
+    boot(left=left, wanted=False).is_(State.STOPPED)
+
+
 def test_autostart() -> None:
     boot().does(Launch("a", 1), AnnounceReady).is_(State.STARTING)
     boot(engines=(engine_spec(autostart=False),)).does(AnnounceReady).is_(State.STOPPED)

@@ -118,7 +118,9 @@ def test_round_trip(
         plan_id="p1",
         phase=phase if kept else Stopped(),
         since=0.0 if kept or phase == Stopped() else NOW,
-        left=Left(STATE_OF[type(phase)], 0.0),
+        left=Left(State.BACKOFF, 0.0, cause=phase.reason, until=phase.until)
+        if isinstance(phase, Backoff)
+        else Left(STATE_OF[type(phase)], 0.0),
         wanted=wanted,
         generation=generation,
         restart_times=times,
@@ -334,6 +336,30 @@ def test_an_operators_stop_survives_and_so_does_the_budget() -> None:
     assert (engine.restart_times, engine.failures, engine.generation, engine.warm_generation) == ((T0,), 1, 1, 1)
     play.ask(Op.STOP)
     assert not restored(save(play.node)["a"]).wanted
+
+
+BACKING_OFF: Final = Backoff(NOW + 20.0, Reason("exited", "boom"))
+
+
+def test_a_back_off_goes_on() -> None:
+    left = restored(saved(phase=BACKING_OFF)).left
+    assert left == Left(State.BACKOFF, 0.0, cause=BACKING_OFF.reason, until=NOW + 20.0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"until": None}, {"until": "soon"}, {"cause": None}, {"plan_id": "p0"}, {"state": "stopped"}]
+)
+def test_a_back_off_that_is_not_known_well_is_over(changed: dict[str, Any]) -> None:
+    left = restored(saved(phase=BACKING_OFF) | changed).left
+    assert left is not None
+    assert left.until is None
+
+
+def test_a_back_off_is_never_longer_than_the_longest() -> None:
+    longest_s = SPEC.engines["a"].restart.backoff_max_s
+    left = restored(saved(phase=BACKING_OFF) | {"until": NOW * 10}).left
+    assert left is not None
+    assert left.until == NOW + longest_s
 
 
 def test_an_engine_that_is_no_longer_configured_is_not_saved() -> None:

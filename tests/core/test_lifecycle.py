@@ -28,7 +28,7 @@ from supervisord.core.model import (
 from tests.core.play import engine_spec
 
 ALLOWED: Final = {
-    "stopped": "waiting starting draining stopping",
+    "stopped": "waiting starting draining stopping backoff",
     "waiting": "stopped starting stopping backoff failed",
     "starting": "waiting warming ready stopping backoff failed",
     "warming": "ready stopping",

@@ -39,6 +39,8 @@ HISTORY_S = 60.0
 """What is told is in the history by then, with a disk that was full before."""
 CATCH_UP_S = RETRY_S + ledger.KILL_LOSES_S
 """So long after a disk was full the history tries again."""
+SAVED_S = 1.0
+"""What was decided so long ago is in the state file, if the disk is not full."""
 LEFT_S = 30.0
 TEND_S = 1.0
 RULE = budget.Rule(HASTY["restart"]["max_restarts"], HASTY["restart"]["max_restarts_window_s"], BACKOFF_MAX_S)
@@ -76,6 +78,7 @@ class Storm:
         self._open: list[Open] = []
         self._began = time.monotonic()
         self._forgiven: list[Span] = []
+        self._forgotten: list[Span] = []
         self._full_since, self._full_until = 0.0, 0.0
         self._checked = 0
         self._rests = 0
@@ -228,7 +231,9 @@ class Storm:
         if kind.name == "disk_full":
             self._full_since = self._full_since if behind else began
         elif kind.name.startswith("daemon_sigkill"):
-            self._forgiven.append(((self._full_since if behind else began) - ledger.KILL_LOSES_S, time.monotonic()))
+            since, now = self._full_since if behind else began, time.monotonic()
+            self._forgiven.append((since - ledger.KILL_LOSES_S, now))
+            self._forgotten.append((since - SAVED_S, now))
 
     def _say(self, number: int, kind: Fault | None, whom: str, what: str) -> None:
         at_s = time.monotonic() - self._began
@@ -274,7 +279,7 @@ class Storm:
         def right() -> bool:
             events = list(_all_events(reader))
             problems[:] = ledger.missing(log, events, self._forgiven, self._checked)
-            problems[:] += budget.too_hasty(events, BACKOFF_MAX_S, _turns(reader), log, self._forgiven)
+            problems[:] += budget.too_hasty(events, BACKOFF_MAX_S, _turns(reader), log, self._forgotten)
             problems[:] += ledger.out_of_turn(events, PAIR)
             return not problems
 
@@ -284,7 +289,7 @@ class Storm:
         starts, last_seen = list(self._starts()), self._witness.last_seen
         problems += ledger.unexplained(starts, log, living, ledger.Ends(last_seen, self._stage.kills))
         victims = [start for start in starts if start.engine in self._stage.victims]
-        problems += budget.overspent(victims, log, last_seen, RULE, self._forgiven)
+        problems += budget.overspent(victims, log, last_seen, RULE, self._forgotten)
         if problems:
             raise self._error(problems)
         # It has everything: from now on nothing that was told before can get lost, however full the disk was.
