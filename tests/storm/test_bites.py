@@ -428,7 +428,7 @@ def test_what_must_not_be_at_rest_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(AssertionError, match="all engines to be ready"):
             storm._come_to_rest()
         gpu.come_back()
-        with twin_of(stage, "nobody", 1), pytest.raises(StormError, match=r"the daemon ended with 0 and left \['Seen"):
+        with twin_of(stage, "nobody", 1), pytest.raises(StormError, match=r"the daemon ended with 0 and left \[.Seen"):
             storm._stop()
 
 
