@@ -135,7 +135,10 @@ class _Excuses:
                 self._begun.setdefault((line["engine"], line.get("generation") or 0), number)
 
     def between(self, engine: str, first: int, second: int) -> str | None:
-        """Why the second one need not keep a budget; "reset": what was counted is forgotten too."""
+        """Why the second one need not keep a budget; "reset": what was counted is forgotten too.
+
+        An end that came while no daemon ran, nobody knows how, is not said to have come by itself, and costs none.
+        """
         begin, end = self._begun.get((engine, first)), self._begun.get((engine, second))
         if begin is None or end is None:
             return "nobody told of it"
@@ -146,7 +149,8 @@ class _Excuses:
         if {"failed", "reconfigured"} <= kinds:
             return "reset"
         for line in lines:
-            if line["kind"] == "requested" or line.get("exit_class") in NO_BUDGET:
+            unseen = line["kind"] == "exited" and "ended by itself" not in line["event"]
+            if unseen or line["kind"] == "requested" or line.get("exit_class") in NO_BUDGET:
                 return str(line["kind"])
             ends = line["kind"] in {"stopping", "killing", "draining"} and line.get("reason") in NO_FAILURE
             if ends or line["kind"] in {"daemon_ending", "leftover"}:

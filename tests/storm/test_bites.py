@@ -309,8 +309,11 @@ def started(*at: float, **between: str) -> tuple[list[Start], list[Told], dict[t
     starts = [Start("a", number, 10 + number, when) for number, when in enumerate(at, 1)]
     log = []
     for start in starts:
-        kind, _, reason = between.get(f"g{start.generation}", "exited:exited").partition(":")
-        log.append(Told(start.at, {**line(kind, generation=start.generation), "reason": reason}))
+        kind, _, reason = between.get(f"g{start.generation}", "exited:by itself").partition(":")
+        told = line(kind, generation=start.generation)
+        if kind == "exited":
+            told["event"] = f"a ended {reason} while ready"
+        log.append(Told(start.at, {**told, "reason": reason}))
         log.append(Told(start.at, line("spawned", generation=start.generation)))
     return starts, log, {("a", start.generation): after - 0.1 for start, after in zip(starts, at[1:], strict=False)}
 
@@ -326,6 +329,7 @@ RULE = budget.Rule(max_restarts=2, window_s=30.0, backoff_max_s=2.0)
         ((1, 2, 3, 4, 5, 6), {}, 2),
         ((1, 12, 23, 34, 45), {}, 0),
         ((1, 2, 3, 4, 5), {"g3": "requested:start"}, 0),
+        ((1, 2, 3, 4, 5), {"g3": "exited:unseen"}, 0),
         ((1, 2, 3, 4, 5, 6), {"g5": "requested:reset"}, 0),
         ((1, 2, 3, 4, 5), {"g3": "daemon_started:"}, 1),
         ((1, 2, 3, 4, 5), {"g3": "killing:gpu_fault"}, 0),
