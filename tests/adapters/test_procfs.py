@@ -128,7 +128,8 @@ def test_a_download_shows_in_what_is_written_to_disks(monkeypatch: pytest.Monkey
 )
 def test_marks_and_uid(env: dict[str, str], marks: set[bytes]) -> None:
     with subprocess.Popen(["/bin/sleep", "60"], env=env) as child:
-        wait_until(lambda: procfs.read_stat(child.pid) and stat_of(child.pid).name == "sleep", 10, "exec")
+        # A process has its new name a moment before its environment.
+        wait_until(lambda: stat_of(child.pid).name == "sleep" and procfs.marks(child.pid) is not None, 10, "exec")
         assert (procfs.marks(child.pid) or set()) == marks
         assert procfs.uid_of(child.pid) == os.geteuid()
         child.kill()
