@@ -97,7 +97,7 @@ def _internal_gate(turn: Turn, engine: Engine, *, lookers: bool = True) -> Reaso
         return closed
     gpus = turn.node.gpus
     sharing = [e for e in others if gpu_inventory.share(gpus, engine, e)] if engine.spec.gpus else []
-    stuck = next((e for e in sharing if isinstance(e.phase, Failed) and e.phase.kind is FailedKind.UNKILLABLE), None)
+    stuck = next((e for e in sharing if isinstance(e.phase, Failed) and e.live), None)
     if stuck is not None:
         text = f"processes of engine {stuck.spec.name} on the same GPU cannot be ended; mend that, then reset it"
         return Reason("gpu_quarantined", text)

@@ -262,7 +262,7 @@ def on_swept(turn: Turn, engine: Engine, seen: Swept) -> None:
             _forget(turn, engine)
             return
         text = "its processes are gone now; reset it to start it again"
-        turn.put(replace(engine, process=None, phase=replace(phase, message=text)))
+        turn.put(replace(engine, process=None, phase=replace(phase, message=text, gone=True)))
         turn.record("unkillable_gone", engine, f"{engine.spec.name}: {text}", severity=Severity.NOTICE)
     if not isinstance(phase, Stopping) or engine.launching is not None:
         return

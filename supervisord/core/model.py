@@ -252,10 +252,11 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Needs a human, or a changed configuration."""
+    """Needs a human, or a changed configuration. `gone`: of what could not be killed nothing is left any more."""
 
     kind: FailedKind
     message: str
+    gone: bool = False
 
 
 Phase = Stopped | Waiting | Starting | Warming | Ready | Draining | Stopping | Backoff | Failed
@@ -352,7 +353,7 @@ class Engine:
         """Whether a process of this engine may exist."""
         phase = self.phase
         if isinstance(phase, Failed):
-            return phase.kind is FailedKind.UNKILLABLE
+            return phase.kind is FailedKind.UNKILLABLE and not phase.gone
         return self.launching is not None or isinstance(phase, Starting | Warming | Ready | Draining | Stopping)
 
     @property

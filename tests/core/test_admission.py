@@ -202,6 +202,8 @@ def test_nothing_is_started_beside_what_cannot_be_ended() -> None:
     play.change("a", phase=Failed(FailedKind.UNKILLABLE, "D state")).ask(Op.START, "b")
     assert waits(play, "b") == "gpu_quarantined"
     assert "processes of engine a on the same GPU cannot be ended" in play.phase(Waiting, "b").reason.message
+    play.change("a", phase=Failed(FailedKind.UNKILLABLE, "gone by now", gone=True))
+    play.see(Due(What.POLL)).is_(State.STARTING, "b")
     other = launching(engine_spec("a", gpus=("GPU-0",), autostart=False), engine_spec("b", gpus=("GPU-1",)))
     other.change("a", phase=Failed(FailedKind.UNKILLABLE, "D state")).is_(State.STARTING, "b")
     looped = trio(autostart=False).change("a", phase=Failed(FailedKind.CRASH_LOOP, "x")).ask(Op.START, "b")

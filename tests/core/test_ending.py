@@ -14,6 +14,7 @@ from supervisord.core.messages import (
     Launch,
     Op,
     Probe,
+    Reconfigured,
     Sampled,
     Severity,
     Sweep,
@@ -36,7 +37,7 @@ from supervisord.core.model import (
     Stopping,
     Waiting,
 )
-from tests.core.play import T0, Play, engine_spec, launching, ready, starting, warming
+from tests.core.play import T0, Play, engine_spec, launching, node_spec, ready, starting, warming
 
 STATES: dict[str, Callable[[], Play]] = {"starting": starting, "warming": warming, "ready": ready}
 
@@ -332,6 +333,13 @@ def test_unkillable_that_dies_later_is_told() -> None:
     play.see(Swept("a", 1)).says("unkillable_gone").does().is_(State.FAILED)
     assert "reset it to start it again" in play.phase(Failed).message
     play.ask(Op.RESET).see(Swept("a", 1)).is_(State.STARTING)
+
+
+def test_unkillable_that_died_is_forgotten_when_nobody_wants_it_any_more() -> None:
+    play = ready().see(exited(0)).clock(30.0).see(Swept("a", 1)).is_(State.FAILED)
+    assert not play.engine().live
+    play.see(Reconfigured(node_spec(), {}, "uid 0")).does()
+    assert play.node.engines == {}
 
 
 def test_nothing_is_started_in_place_of_what_does_not_die() -> None:

@@ -27,6 +27,7 @@ MUTANTS: Final = (
         "if seen.generation != expected or of_launch is (engine.launching is None):",
         "if seen.generation != expected:",
         "stale_messages_change_nothing",
+        "start_converges",
     ),
     mutant(
         "generations are not compared",

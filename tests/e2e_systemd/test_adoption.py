@@ -68,10 +68,11 @@ def test_last_words_are_those_of_the_generation_that_ended(node: SupervisedNode)
     advice = failed["last_exit"]["advice"]
     node.mood()
     node.cli("reset", "a")
-    pid = node.wait_state("a", "ready", 2)["pid"]
-    node.kill(pid)
-    # The words of the first generation say "config"; this one just died.
-    last = node.wait_engine("a", lambda e: e["last_exit"]["generation"] == 2, "its end")["last_exit"]
+    ready = node.wait_state("a", "ready")
+    node.kill(ready["pid"])
+    # The words of an earlier generation say "config"; this one just died.
+    ended = ready["generation"]
+    last = node.wait_engine("a", lambda e: e["last_exit"]["generation"] == ended, "its end")["last_exit"]
     assert (last["class"], last["signal"]) == ("crash", 9)
     assert last["advice"] != advice
 
