@@ -358,16 +358,14 @@ def after_failure(turn: Turn, engine: Engine, cause: Reason) -> None:
         delay_s = policy.external_delay_s(spec, failures, engine.spec.name)
         _back_off(turn, replace(engine, failures=failures), cause, delay_s)
         return
-    if cause.code == "exited" and _is_unseen(engine):
-        # What ended the daemon before this one may have ended it as well (a container, a control group).
-        delay_s = policy.backoff_delay_s(spec, failures, engine.spec.name)
-        _back_off(turn, replace(engine, failures=failures), cause, delay_s)
-        return
-    times = (*policy.within_window(engine.restart_times, spec, turn.now), turn.now)
+    # What ended the daemon before this one may have ended it as well (a container, a control group).
+    unseen = cause.code == "exited" and _is_unseen(engine)
+    times = policy.within_window(engine.restart_times, spec, turn.now)
+    times = times if unseen else (*times, turn.now)
     engine = replace(engine, failures=failures, restart_times=times)
     if len(times) <= spec.max_restarts:
         _back_off(turn, engine, cause, policy.backoff_delay_s(spec, failures, engine.spec.name))
-    elif engine.good_plan_id == engine.plan_id:
+    elif unseen or engine.good_plan_id == engine.plan_id:
         # It worked with this very plan: never give a node up for good, but do not hammer it.
         _back_off(turn, engine, cause, spec.backoff_max_s)
     else:

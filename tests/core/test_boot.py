@@ -139,6 +139,9 @@ def test_an_end_that_came_while_no_daemon_ran_is_no_failure_of_its_own_unless_it
     assert (len(engine.restart_times), engine.failures) == (5 + counts, 1)
     if not counts:
         assert play.record("restart").numbers["restarts_in_window"] == 5
+        spent = {**before, "restart_times": tuple(T0 - second for second in range(6, 0, -1))}
+        longest = boot(found(), **spent).see(Exited("a", 3, None, None)).see(Swept("a", 3)).is_(State.BACKOFF)
+        assert longest.record("restart").numbers["delay_s"] == longest.engine().spec.restart.backoff_max_s
         play.wake().does(Launch("a", 4)).spawn().see(Exited("a", 4, 1, None)).see(Swept("a", 4)).is_(State.FAILED)
 
 

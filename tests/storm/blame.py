@@ -79,8 +79,11 @@ class Blame:
         before = self._generation.setdefault(engine, generation)
         well = self._rested(engine, now)
         self._generation[engine] = max(before, generation)
-        if generation > before and well:
-            return f"{engine} was restarted (generation {before} to {generation}) though nothing was done to it"
+        if generation > before:
+            if well:
+                return f"{engine} was restarted (generation {before} to {generation}) though nothing was done to it"
+            if engine in self._blinded:  # begun while a GPU was not counted, it may run on another than its own
+                self._rest_s[engine] = REST_S
         if adopting and state == "starting" and generation == before:
             return None
         if state != "ready":
