@@ -147,7 +147,9 @@ def _helped(data: bytes) -> tuple[int, list[bytes], bytes]:
         (sys.executable, "-IS", str(client._PROBE), str(Path(pynvml.__file__).resolve().parent)),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **NVML.env},
     ) as process:  # fmt: skip
-        assert process.stdin and process.stdout and process.stderr  # noqa: PT018 (pipes, all three)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         try:
             # They come a line at a time, and all fit into a pipe of 64 KiB.
             process.stdin.write(data[:60_000].removesuffix(b"\n") + b"\n" + sweep_request(_LAST, slow=False))

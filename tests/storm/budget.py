@@ -48,10 +48,9 @@ def too_hasty(
     for event in history:
         name = event.engine or ""
         if event.kind == "restart":
-            numbers = event.numbers
-            delay_s = float(numbers["delay_s"])  # type: ignore[arg-type]
+            delay_s = _number(event, "delay_s")
             due[name] = (_decided(event.now, turns), delay_s)
-            over = numbers["restarts_in_window"] > numbers["max_restarts"]  # type: ignore[operator]
+            over = _number(event, "restarts_in_window") > _number(event, "max_restarts")
             if over and delay_s < backoff_max_s:
                 wrong.append(f"{name} has spent its budget and is started again after {delay_s} s: {event.message}")
         elif event.kind == "requested" and event.reason in STARTING:
@@ -67,6 +66,12 @@ def too_hasty(
             if event.now < decided + delay_s - CLOCK_SLACK_S and not released:
                 wrong.append(f"{name} was started {event.now - decided:.2f} s after it was told to wait {delay_s} s")
     return wrong
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.numbers[name]
+    assert isinstance(value, int | float), event
+    return value
 
 
 def _decided(noted: float, turns: Sequence[float]) -> float:
