@@ -48,6 +48,8 @@ def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
     generation = engine.generation + 1
     gpus = gpu_inventory.named(turn.node.gpus, engine.spec.gpus)
     known = len(gpus) == len(engine.spec.gpus) > 0
+    counts_lost = turn.node.telemetry.cuda_counts_lost
+    places = gpu_inventory.places(turn.node.gpus, gpus, counts_lost=counts_lost) if known else None
     engine = replace(
         engine,
         launching=generation,
@@ -57,6 +59,7 @@ def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
         watch=None,
         left=None,
         devices=tuple(gpu.uuid for gpu in gpus) if known else (),
+        places=places or (),
         strange_bytes={},
         gpu_bytes=None,
         placed=False,
@@ -66,7 +69,7 @@ def _launch(turn: Turn, engine: Engine, outside: Waiting | None) -> None:
         turn.put(replace(engine, phase=replace(outside, recheck_at=give_up_at(turn, engine))))
     else:
         turn.enter(engine, Starting(progress_at=turn.now, give_up_at=give_up_at(turn, engine)))
-    turn.do(Launch(engine.spec.name, generation, gpu_inventory.places(turn.node.gpus, gpus) if known else None))
+    turn.do(Launch(engine.spec.name, generation, places))
 
 
 def admit_waiting(turn: Turn) -> None:

@@ -111,7 +111,10 @@ RULES: Final[Mapping[str, Entry]] = {
     ),
     "wrong_gpu": (
         "it may use only the GPUs that it is configured for",
-        "name its `gpus` by UUID and reload; what it is given: vllm-supervisor plan {name}",
+        (
+            "see that neither its [env] nor `command` sets CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER; what it is "
+            "given: vllm-supervisor plan {name}"
+        ),
     ),
     "start_timeout": (
         "a start has to make progress, and to end some time",

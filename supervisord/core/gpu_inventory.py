@@ -93,11 +93,24 @@ def label(gpu: Gpu) -> str:
     return f"GPU {gpu.uuid}" if gpu.index is None else f"GPU {gpu.index} ({gpu.uuid})"
 
 
-def places(gpus: Mapping[str, Gpu], chosen: Iterable[Gpu]) -> tuple[int, ...]:
-    """CUDA's numbers of some GPUs: their places among those that answer, by PCI id (CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+def places(gpus: Mapping[str, Gpu], chosen: Iterable[Gpu], *, counts_lost: bool = False) -> tuple[int, ...]:
+    """CUDA's numbers of some GPUs that answer, by PCI id (CUDA_DEVICE_ORDER=PCI_BUS_ID).
+
+    Their places among those that answer or, if it `counts_lost`, among all that NVML lists. No source says which of
+    both CUDA does while a GPU is lost: `counts_lost_gpus` learns it from engines.
+    """
     order = sorted((gpu.pci_id, gpu.uuid) for gpu in gpus.values() if gpu.absent_since is None)
     place_of = {uuid: place for place, (_, uuid) in enumerate(order)}
-    return tuple(place_of[gpu.uuid] for gpu in chosen)
+    return tuple(gpu.index if counts_lost and gpu.index is not None else place_of[gpu.uuid] for gpu in chosen)
+
+
+def counts_lost_gpus(gpus: Mapping[str, Gpu], engine: Engine, landed: Iterable[Gpu]) -> bool | None:
+    """Whether CUDA counts lost GPUs, as the GPUs show that an engine has `landed` on; None: they do not show it."""
+    for gpu in landed:
+        of_all, of_answering = (places(gpus, [gpu], counts_lost=lost)[0] in engine.places for lost in (True, False))
+        if of_all != of_answering:
+            return of_all
+    return None
 
 
 def capacity_bytes(gpus: Mapping[str, Gpu], engine: Engine) -> int | None:

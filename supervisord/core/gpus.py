@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from supervisord.core import ending, gpu_kinds, persistence, starting, telemetry, xids
 from supervisord.core.gpu_faults import meet, put, quarantine
-from supervisord.core.gpu_inventory import held, label, of_engine, strange_bytes
+from supervisord.core.gpu_inventory import counts_lost_gpus, held, label, of_engine, strange_bytes
 from supervisord.core.gpu_samples import LOST, GpuReading, GpuSweep
 from supervisord.core.memory import observed
 from supervisord.core.messages import GpusSwept, Severity
@@ -268,10 +268,7 @@ def _on_engine(turn: Turn, engine: Engine, before: Mapping[str, Gpu], sweep: Gpu
     strays = [uuid for uuid, used in on.items() if used and uuid not in engine.devices] if engine.devices else []
     wrong = [uuid for uuid in strays if _listed(engine, _reading_of(before, uuid))]
     if wrong:
-        names = ", ".join(label(turn.node.gpus[uuid]) for uuid in wrong)
-        cause = Reason(
-            "wrong_gpu", f"its processes run on {names}, which it was not given: CUDA counts differently here"
-        )
+        cause = Reason("wrong_gpu", _astray(turn, engine, [turn.node.gpus[uuid] for uuid in wrong]))
         turn.record("verdict", engine, f"{engine.spec.name}: {cause.message}", severity=Severity.ERROR, reason=cause)
         last = LastExit(ExitClass.CRASH, None, None, turn.now, engine.generation, cause.message)
         ending.kill(turn, replace(engine, last_exit=last), After.CRASH, cause)
@@ -287,6 +284,16 @@ def _on_engine(turn: Turn, engine: Engine, before: Mapping[str, Gpu], sweep: Gpu
         seen = replace(seen, gpu=observed(seen.gpu, sweep.at, used, baseline, engine.spec.restart))
     if (used, placed, strange, seen) != (engine.gpu_bytes, engine.placed, engine.strange_bytes, engine.watch):
         turn.put(replace(engine, gpu_bytes=used, placed=placed, strange_bytes=strange, watch=seen))
+
+
+def _astray(turn: Turn, engine: Engine, landed: Sequence[Gpu]) -> str:
+    """What is wrong with an engine on other GPUs than its own; what that says about CUDA is remembered."""
+    why = "CUDA counts differently here"
+    counts_lost = counts_lost_gpus(turn.node.gpus, engine, landed)
+    if counts_lost is not None:
+        turn.node = replace(turn.node, telemetry=replace(turn.node.telemetry, cuda_counts_lost=counts_lost))
+        why = f"CUDA {'counts' if counts_lost else 'does not count'} a GPU that is lost, and from now on so do we"
+    return f"its processes run on {', '.join(map(label, landed))}, which it was not given: {why}"
 
 
 def _listed(engine: Engine, reading: GpuReading | None) -> bool:

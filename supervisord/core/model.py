@@ -330,6 +330,8 @@ class Engine:
     """The last generation that was ready: an adopted one is not warmed again."""
     devices: tuple[str, ...] = ()
     """UUIDs of the GPUs that it was launched on last."""
+    places: tuple[int, ...] = ()
+    """CUDA's numbers of them, as they were given to it by this daemon."""
     refused_claim: tuple[str, float] | None = None
     """A launch plan, and the part of its GPUs' memory that vLLM then wanted and did not find free."""
     strange_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -443,6 +445,8 @@ class Telemetry:
     """An operator closed NVML, for a reset, until then."""
     unresponsive: bool = False
     """It hangs: nothing is known of GPUs, and supervision goes on without."""
+    cuda_counts_lost: bool = False
+    """As an engine on a wrong GPU has shown: CUDA's numbers go on over a GPU that is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,6 +331,8 @@ def it_goes_where_it_is_configured(step: Step) -> None:
             found = [gpu_inventory.find(gpus, name) for name in names]
             order = sorted((gpu.pci_id, gpu.uuid) for gpu in gpus.values() if gpu.absent_since is None)
             places = tuple(order.index((gpu.pci_id, gpu.uuid)) for gpu in found if gpu is not None)
+            if step.after.telemetry.cuda_counts_lost:  # then CUDA's numbers are NVML's
+                places = tuple(gpu.index for gpu in found if gpu is not None and gpu.index is not None)
             if action.devices != places or None in found:
                 _fail(it_goes_where_it_is_configured, f"{action}, configured {names}")
 

@@ -12,6 +12,7 @@ from supervisord.core import gpu_inventory, telemetry
 from supervisord.core.ending import MEMORY_BLIND_S
 from supervisord.core.gpu_inventory import (
     capacity_bytes,
+    counts_lost_gpus,
     find,
     held,
     label,
@@ -49,6 +50,7 @@ from tests.core.play import (
     new_node,
     node_spec,
     plan_ids,
+    stopped,
 )
 
 A, B, C = (
@@ -143,6 +145,33 @@ def test_cuda_counts_those_that_answer_by_pci_id() -> None:
     assert places(GPUS, [C, A]) == (2, 0)
     shifted = lost("GPU-a")
     assert places(shifted, [shifted["GPU-c"], shifted["GPU-b"]]) == (1, 0)
+
+
+def test_or_all_that_nvml_lists() -> None:
+    gpus = {**GPUS, "GPU-a": replace(A, absent_since=1.0)}
+    assert places(gpus, [C, B], counts_lost=True) == (2, 1)
+    nameless = replace(C, index=None)
+    assert places(gpus, [nameless, B], counts_lost=True) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "landed", "counted"),
+    [
+        ((1,), [B], True),
+        ((1,), [C], False),
+        ((0,), [B], False),
+        ((0, 1), [B], None),  # either would explain it
+        ((0, 1), [B, C], False),
+        ((7,), [B, C], None),
+        ((), [B], None),
+        ((1,), [], None),
+    ],
+)
+def test_what_an_engine_that_is_astray_shows(given: tuple[int, ...], landed: list[Gpu], counted: bool | None) -> None:
+    """GPU a is lost: b and c are CUDA's 0 and 1, or 1 and 2."""
+    gpus = {**GPUS, "GPU-a": replace(A, absent_since=1.0)}
+    engine = replace(stopped().engine(), places=given)
+    assert counts_lost_gpus(gpus, engine, landed) is counted
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

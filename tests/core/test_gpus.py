@@ -22,6 +22,7 @@ from supervisord.core.messages import (
     KeepEvidence,
     Launch,
     Op,
+    Record,
     Severity,
     Spawned,
     Sweep,
@@ -431,6 +432,45 @@ def test_processes_on_another_gpu_than_given() -> None:
     last = play.engine().last_exit
     assert last is not None
     assert last.kind is ExitClass.CRASH, "the budget bounds it"
+
+
+def test_how_cuda_counts_is_learned_from_who_is_astray() -> None:
+    """The daemon began while GPU 0 was lost. That CUDA counts it is seen by two engines one place too far down."""
+    lost = GpuReading("", "", 0, error=15)
+    two = (engine_spec(gpus=("GPU-2",)), engine_spec("b", gpus=("GPU-3",)))
+    play = Play(new_node(node_spec(*two)))
+    play.cards = (lost, GOOD1, card("GPU-2"), card("GPU-3"))
+    play.see(Booted())
+    assert [one for one in play.actions if isinstance(one, Launch)] == [Launch("a", 1, (1,)), Launch("b", 1, (2,))]
+    play.spawn().spawn("b")
+    for _ in range(2):
+        play.sweep(lost, holds(GOOD1, mine()), holds(card("GPU-2"), mine(engine="b")), card("GPU-3"), after=1.0)
+    seen = "which it was not given: CUDA counts a GPU that is lost, and from now on so do we"
+    verdicts = [one.message for one in play.actions if isinstance(one, Record) and one.kind == "verdict"]
+    assert verdicts == [
+        f"a: its processes run on GPU 1 (GPU-1), {seen}",
+        f"b: its processes run on GPU 2 (GPU-2), {seen}",
+    ]
+    assert states(play) == ["stopping", "stopping"]
+    play.cards = (lost, GOOD1, card("GPU-2"), card("GPU-3"))
+    play.see(Swept("a", 1)).see(Swept("b", 1))
+    launches: list[Launch] = []
+    while len(launches) < 2:
+        play.clock(after=1.0)
+        launches += [one for one in play.actions if isinstance(one, Launch)]
+    assert launches == [Launch("a", 2, (2,)), Launch("b", 2, (3,))]
+
+
+def test_and_learned_anew_when_it_is_shown_otherwise() -> None:
+    play = Play(new_node(node_spec(engine_spec(gpus=("GPU-1",)))))
+    play.node = replace(play.node, telemetry=replace(play.node.telemetry, cuda_counts_lost=True))
+    lost, other = GpuReading("", "", 0, error=15), card("GPU-2")
+    play.cards = (lost, GOOD1, other)
+    play.see(Booted())
+    assert play.engine().places == (1,)
+    play.spawn().sweep(lost, GOOD1, holds(other, mine()), after=1.0).sweep(lost, GOOD1, holds(other, mine()), after=1.0)
+    assert play.record("verdict").message.endswith(": CUDA does not count a GPU that is lost, and from now on so do we")
+    assert not play.node.telemetry.cuda_counts_lost
 
 
 def test_that_costs_budget_whatever_ended_it_before() -> None:

@@ -18,6 +18,9 @@ from tests.sim.engine import alive, free_port, wait_until
 READY_S = 240
 """Starts take 20 s on a quiet machine and up to 170 s on a busy one."""
 
+NO_POLL_S = 300
+"""Longer than a start takes."""
+
 STOP_TIMEOUT_S = 20
 ARGS = """drain_timeout_s = 5
 stop_timeout_s = 20
@@ -93,8 +96,9 @@ def stream(port: int, tokens: int = 900) -> socket.socket:
 
 def test_one_engine_through_every_death(vllm: RealVllm) -> None:
     port = free_port()
-    # Polls are rare here: an engine that dies is then told by its exit, and not by two answers of 503 before that.
-    with Daemon(section(vllm, "a", port), poll_interval_s=30) as daemon:
+    # No poll comes before the first death (they are due at multiples of this after the daemon's start): the engine is then
+    # told dead by its exit, and not by two answers of 503 before that.
+    with Daemon(section(vllm, "a", port), poll_interval_s=NO_POLL_S) as daemon:
         daemon.start()
         ready = daemon.wait_state("a", "ready", READY_S)
         assert ready["generation"] == 1
