@@ -31,7 +31,7 @@ BREATH_FOR_S = 15.0
 STRICT = os.environ.get("STORM_STRICT") == "1"
 """Whether a restart of any engine that nothing was done to counts, and not only of `calm`."""
 ADOPTED_S = 15.0
-"""A new daemon knows by then whether what it found answers."""
+"""A new daemon knows by then whether what it found answers, and later where the machine is short of breath."""
 RSS_MAX_MIB = 100.0
 """A quiet daemon has half of it; floods of large answers, each bounded, may be under way at the same time."""
 DESCRIPTORS_MAX = 400
@@ -165,6 +165,8 @@ class Witness:
     def _engines(self, document: Document) -> None:
         now = time.monotonic()
         short_of_breath = self._idle.slowest_s(now - BREATH_FOR_S) > BREATH_S
+        began = self._stage.began
+        slowest_s = self._idle.slowest_s(began)
         with self._lock:
             if self._stage.seen_in(document):
                 self._blame.sees(now)
@@ -173,7 +175,7 @@ class Witness:
                 self._blame.end(self._stage.victims)
             for engine in document["engines"]:
                 name, state, generation = engine["name"], engine["state"], engine["generation"]
-                adopting = now - self._stage.began < ADOPTED_S
+                adopting = now - began < ADOPTED_S + SHORT_OF_BREATH * slowest_s
                 text = self._blame.seen(name, state, generation, now, adopting=adopting)
                 if text is not None and (STRICT or name == "calm"):
                     self._saw(text)
