@@ -436,6 +436,16 @@ def test_what_must_not_be_at_rest_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
             storm._stop()
 
 
+def test_a_daemon_that_ends_with_another_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stage(tmp_path) as stage, Witness(stage) as witness:
+        stage.start()
+        stop = stage.daemon.stop
+        monkeypatch.setattr(stage.daemon, "stop", lambda: stop() or 3)
+        with pytest.raises(StormError, match=r"the daemon ended with 3 and left \[\]"):
+            Storm(stage, witness, 1, 1.0, 1)._stop()
+        monkeypatch.undo()
+
+
 def test_a_teardown_that_fails_does_not_hide_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def see() -> None:
         with Stage(tmp_path) as stage:

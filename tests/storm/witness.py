@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +27,6 @@ BREATH_S = 0.3
 """Where an idle process takes longer, a victim may be restarted: its probes have a second."""
 BREATH_FOR_S = 15.0
 """So long a rule of the victims gathers evidence."""
-STRICT = os.environ.get("STORM_STRICT") == "1"
-"""Whether a restart of any engine that nothing was done to counts, and not only of `calm`."""
 ADOPTED_S = 15.0
 """A new daemon knows by then whether what it found answers, and later where the machine is short of breath."""
 RSS_MAX_MIB = 100.0
@@ -177,7 +174,7 @@ class Witness:
                 name, state, generation = engine["name"], engine["state"], engine["generation"]
                 adopting = now - began < ADOPTED_S + SHORT_OF_BREATH * slowest_s
                 text = self._blame.seen(name, state, generation, now, adopting=adopting)
-                if text is not None and (STRICT or name == "calm"):
+                if text is not None:
                     self._saw(text)
 
     def _figures(self) -> None:
