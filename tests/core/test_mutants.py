@@ -208,8 +208,8 @@ MUTANTS: Final = (
     mutant(
         "an engine is started somewhere else than it is configured for",
         "admission",
-        "gpu_inventory.places(turn.node.gpus, gpus) if known",
-        "gpu_inventory.places(turn.node.gpus, list(turn.node.gpus.values())[-1:]) if known",
+        "gpu_inventory.places(turn.node.gpus, gpus, counts_lost",
+        "gpu_inventory.places(turn.node.gpus, list(turn.node.gpus.values())[-1:], counts_lost",
         "it_goes_where_it_is_configured",
     ),
     mutant(
