@@ -183,7 +183,7 @@ def test_what_does_not_die_is_reported_and_keeps_its_files(box: Box, monkeypatch
         patch.setattr(common, "SWEEP_S", 0.3)
         began = time.monotonic()
         assert box.launcher.sweep(ENGINE, 1) == (f"pid {process.pid} (sleep, state S)",)
-        assert 0.3 <= time.monotonic() - began < 2
+        assert 0.3 <= time.monotonic() - began < 20
     assert box.private() == ["qwen.1"]
     assert box.launcher.members(ENGINE) == (process.pid,)
     assert box.launcher.sweep(ENGINE, 1) == ()

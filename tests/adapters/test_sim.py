@@ -444,7 +444,7 @@ def test_idle_stop(start: Start, tmp_path: Path) -> None:
     began = time.monotonic()
     engine.terminate()
     assert engine.wait_exit() == 0
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20
     wait_until(lambda: not engine.processes(), 5, "the tree to end")
     assert list(shm.iterdir()) == []
     assert len(list(tmp.iterdir())) == 2  # a socket and vllm_dist_*, also after a clean exit

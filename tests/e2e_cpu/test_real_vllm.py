@@ -96,8 +96,8 @@ def stream(port: int, tokens: int = 900) -> socket.socket:
 
 def test_one_engine_through_every_death(vllm: RealVllm) -> None:
     port = free_port()
-    # No poll comes before the first death (they are due at multiples of this after the daemon's start): the engine is then
-    # told dead by its exit, and not by two answers of 503 before that.
+    # No poll comes before the first death (they are due at multiples of this after the daemon's start): the engine is
+    # then told dead by its exit, and not by two answers of 503 before that.
     with Daemon(section(vllm, "a", port), poll_interval_s=NO_POLL_S) as daemon:
         daemon.start()
         ready = daemon.wait_state("a", "ready", READY_S)
