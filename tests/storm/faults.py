@@ -47,6 +47,8 @@ class Fault:
     begin: Begin
     lasts_s: tuple[float, float] = (0.0, 0.0)
     """At least and at most, before it is undone."""
+    shifts: bool = False
+    """CUDA's numbers of GPUs shift: who is started meanwhile may get another one than its own."""
     spoils: bool = False
     """What it did to a process stays until that is another one."""
 
@@ -54,11 +56,11 @@ class Fault:
 KINDS: dict[str, Fault] = {}
 
 
-def fault(on: On, lasts_s: tuple[float, float] = (0.0, 0.0)) -> Callable[[Begin], Begin]:
+def fault(on: On, lasts_s: tuple[float, float] = (0.0, 0.0), *, shifts: bool = False) -> Callable[[Begin], Begin]:
     """Make a function a kind of fault of its name."""
 
     def register(begin: Begin) -> Begin:
-        add(Fault(begin.__name__, on, begin, lasts_s))
+        add(Fault(begin.__name__, on, begin, lasts_s, shifts=shifts))
         return begin
 
     return register

@@ -39,7 +39,7 @@ for _name, _number in (("xid_hardware", 79), ("xid_gsp_timeout", 119), ("xid_app
     add(Fault(_name, On.GPU, partial(_xid, _number), LONG))
 
 
-@fault(On.GPU, LONG)
+@fault(On.GPU, LONG, shifts=True)
 def gpu_lost(stage: Stage, engine: str, rng: Random) -> Undo | None:
     """Fallen off the bus: calls with its handle fail, and handles by UUID for every GPU."""
     gpu = _gpu(stage, engine, rng)
@@ -47,7 +47,7 @@ def gpu_lost(stage: Stage, engine: str, rng: Random) -> Undo | None:
     return partial(_clear, stage, gpu)
 
 
-@fault(On.GPUS, LONG)
+@fault(On.GPUS, LONG, shifts=True)
 def two_gpus_lost(stage: Stage, _: str, rng: Random) -> Undo | None:
     """At once: of one engine, or of two."""
     gpus = rng.sample(stage.gpus_of(*stage.victims), 2)
@@ -61,7 +61,7 @@ def two_gpus_lost(stage: Stage, _: str, rng: Random) -> Undo | None:
     return undo
 
 
-@fault(On.GPUS, LONG)
+@fault(On.GPUS, LONG, shifts=True)
 def gpu_vanishes(stage: Stage, _: str, rng: Random) -> Undo | None:
     """No longer counted: the indices of the others shift, and whoever is started meanwhile may get another GPU."""
     gpu = rng.choice(stage.gpus_of(*stage.victims))

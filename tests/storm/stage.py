@@ -271,9 +271,10 @@ class Stage:
         gpu.set(temperature=COOL_C + self._shown_c)
 
     def seen_in(self, document: Document) -> bool:
-        """The daemon knows that number."""
+        """The daemon knows that number, and that all GPUs answer: who comes back is found within 30 s."""
         (gpu,) = self.gpus_of("calm-gpu")
-        return any(g["uuid"] == gpu.uuid and g["temperature_c"] == COOL_C + self._shown_c for g in document["gpus"])
+        seen = {g["uuid"]: g["temperature_c"] for g in document["gpus"] if g["temperature_c"] is not None}
+        return len(seen) == len(self.box.gpus()) and seen[gpu.uuid] == COOL_C + self._shown_c
 
     # --- rest ---
 

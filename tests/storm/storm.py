@@ -44,7 +44,6 @@ SAVED_S = 1.0
 LEFT_S = 30.0
 TEND_S = 1.0
 RULE = budget.Rule(HASTY["restart"]["max_restarts"], HASTY["restart"]["max_restarts_window_s"], BACKOFF_MAX_S)
-BLINDING = frozenset({On.SIGHT, On.GPUS})
 SHOWN = 40
 DULL = frozenset({"config_warning", "refused"})
 """Kinds of events that tell nothing about a violation."""
@@ -154,8 +153,9 @@ class Storm:
         """Leave some engines alone from now on; what befalls them is over."""
         quiet = self._quiet
         self._say(0, None, ",".join(sorted(quiet.engines)), "left alone")
-        sight = {On.SIGHT} if quiet.gpus else set()
-        self._undo(lambda fault: fault.kind.on in sight or bool(quiet.engines.intersection(fault.engines)))
+        self._undo(
+            lambda fault: bool((quiet.gpus and _blinds(fault.kind)) or quiet.engines.intersection(fault.engines))
+        )
 
     def _tend(self) -> None:
         """Do for those that are left alone what only an operator can do."""
@@ -168,7 +168,7 @@ class Storm:
     def _try(self, number: int, kind: Fault) -> bool:
         rng = Random(f"{self._seed}:{number}")
         candidates = [""]
-        if kind.on in {On.SIGHT, On.GPUS} and self._quiet.gpus:
+        if _blinds(kind) and self._quiet.gpus:
             return False
         if kind.on in {On.ENGINE, On.GPU}:
             rest = [name for name in self._stage.victims if name not in self._quiet.engines]
@@ -186,7 +186,7 @@ class Storm:
         with self._witness.blaming() as blame:
             # A daemon that was ended starts them anew: nothing is left of them that a rule could see.
             blame.begin(engines, rest_s=0.0 if kind.on is On.ALL else REST_S)
-        if kind.on in BLINDING:
+        if _blinds(kind):
             self._blind(kind, float("inf"))
         try:
             undo = kind.begin(stage, name, rng)
@@ -215,14 +215,14 @@ class Storm:
     def _end(self, kind: Fault, engines: tuple[str, ...]) -> None:
         with self._witness.blaming() as blame:
             blame.end(engines, spoils=kind.spoils)
-        if kind.on in BLINDING and not any(fault.kind.on in BLINDING for fault in self._open):
+        if _blinds(kind) and not any(_blinds(fault.kind) for fault in self._open):
             self._blind(kind, time.monotonic() + BLIND_S)
             self._stage.show()
 
     def _blind(self, kind: Fault, until: float) -> None:
         named = [name for name in self._stage.sims if self._stage.gpus_of(name)]
         with self._witness.blaming() as blame:
-            blame.blind(named, until, shifting=kind.on is On.GPUS)
+            blame.blind(named, until, shifting=kind.shifts)
 
     def _forgive(self, kind: Fault, began: float) -> None:
         """When what was told may miss in the history: what a killed daemon had not written yet."""
@@ -352,6 +352,11 @@ class Storm:
         took_s = time.monotonic() - self._began
         total = f"{sum(self.counts.values())} faults of {len(self.counts)} kinds in {took_s:.0f} s"
         return "\n".join([f"STORM_SEED={self._seed}: {total}", *(f"  {name}: {row}" for name, row in rows.items())])
+
+
+def _blinds(kind: Fault) -> bool:
+    """Whether the daemon may not see GPUs as they are, while it lasts and for a while after it."""
+    return kind.on is On.SIGHT or kind.shifts
 
 
 def _all_events(reader: Reader) -> Iterator[Event]:
