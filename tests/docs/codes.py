@@ -6,11 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import supervisord
 from supervisord.core.model import ExitClass, FailedKind
 from supervisord.core.telemetry import NO_DRIVER
-from tests.docs.pages import ROOT
 
-SOURCE = ROOT / "supervisord"
+SOURCE = Path(supervisord.__file__).parent
 
 CARRIERS = {"Reason": 0, "GateError": 0, "_EndedError": 0}
 """What carries a code, and which argument it is."""
