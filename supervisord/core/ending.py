@@ -173,6 +173,8 @@ def on_exited(turn: Turn, engine: Engine, seen: Exited) -> None:
     refused = gpu_claims.refused_in(seen.tail) if kind is ExitClass.RESOURCE else None
     if refused is not None:
         engine = replace(engine, refused_claim=(engine.running_plan_id or "", refused))
+    if isinstance(phase, Starting) and gpu_inventory.doubted(turn, engine, seen.tail):
+        advice += "; a GPU is lost, so it may have been given a wrong one: CUDA's numbers are now counted the other way"
     cause = Reason("exited", f"{_how(seen)} ({kind.value}): {advice}")
     engine = replace(engine, last_exit=LastExit(kind, seen.code, seen.signal, turn.now, engine.generation, advice))
     alone = "" if _is_unseen(engine) else "by itself "

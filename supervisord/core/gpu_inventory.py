@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from supervisord.core import gpu_claims, telemetry
@@ -17,6 +18,11 @@ CLAIM_SLACK: Final = 0.01
 """Of the whole memory: NVML counts a little more than CUDA sees."""
 _GIB: Final = 1 << 30
 MIG: Final = "MIG-"
+_NO_GPU: Final = re.compile(
+    r"no cuda gpus are available|cuda unknown error|invalid device ordinal|free memory on device|out of memory",
+    re.IGNORECASE,
+)
+"""What vLLM says where its GPU is not there, or where it is full."""
 
 
 # --- naming -----------------------------------------------------------------------------------------------------------
@@ -111,6 +117,23 @@ def counts_lost_gpus(gpus: Mapping[str, Gpu], engine: Engine, landed: Iterable[G
         if of_all != of_answering:
             return of_all
     return None
+
+
+def doubted(turn: Turn, engine: Engine, tail: Iterable[str]) -> bool:
+    """Whether an engine that ends with these words may have been given the lost GPU, or somebody else's.
+
+    One that ends so is not seen on a wrong GPU: from now on CUDA is taken to count the other way.
+    """
+    seen = turn.node.telemetry
+    gpus = [gpu for gpu in named(turn.node.gpus, engine.devices) if gpu.absent_since is None]
+    if engine.placed or not gpus or len(gpus) < len(engine.places) or not any(map(_NO_GPU.search, tail)):
+        return False
+    now = places(turn.node.gpus, gpus, counts_lost=seen.cuda_counts_lost)
+    other = places(turn.node.gpus, gpus, counts_lost=not seen.cuda_counts_lost)
+    if engine.places != now or now == other:
+        return False
+    turn.node = replace(turn.node, telemetry=replace(seen, cuda_counts_lost=not seen.cuda_counts_lost))
+    return True
 
 
 def capacity_bytes(gpus: Mapping[str, Gpu], engine: Engine) -> int | None:

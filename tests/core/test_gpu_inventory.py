@@ -174,6 +174,59 @@ def test_what_an_engine_that_is_astray_shows(given: tuple[int, ...], landed: lis
     assert counts_lost_gpus(gpus, engine, landed) is counted
 
 
+NO_GPU = "RuntimeError: No CUDA GPUs are available"
+
+
+@pytest.mark.parametrize(
+    ("words", "flips"),
+    [
+        (NO_GPU, True),
+        ("ValueError: Free memory on device cuda:0 (0.9/23.6 GiB) on startup is less than desired", True),
+        ("OSError: address already in use", False),
+    ],
+)
+def test_an_engine_that_finds_no_gpu_while_one_is_lost_is_given_another_number(words: str, flips: bool) -> None:
+    play = Play(new_node(node_spec(engine_spec(gpus=("GPU-1",)))))
+    play.cards = (GpuReading("", "", 0, error=15), card("GPU-1"), card("GPU-2"))
+    play.see(Booted())
+    assert play.engine().places == (0,)
+    play.spawn().see(Exited("a", 1, 1, None, tail=(words,)))
+    assert play.node.telemetry.cuda_counts_lost is flips
+    assert ("counted the other way" in play.record("exited").message) is flips
+    play.see(Swept("a", 1))
+    while play.engine().launching != 2:
+        play.wake()
+    assert play.engine().places == ((1,) if flips else (0,))
+
+
+def test_which_cannot_be_why_where_none_is_lost_or_it_was_seen_on_its_own() -> None:
+    for cards, seen in (
+        ((card("GPU-0"), card("GPU-1")), ()),
+        ((GpuReading("", "", 0, error=15), card("GPU-1")), (mine(),)),
+    ):
+        play = Play(new_node(node_spec(engine_spec(gpus=("GPU-1",)))))
+        play.cards = cards
+        play.see(Booted()).spawn()
+        play.sweep(cards[0], holds(cards[1], *seen), after=1.0)
+        play.see(Exited("a", 1, 1, None, tail=(NO_GPU,)))
+        assert not play.node.telemetry.cuda_counts_lost
+
+
+def test_nor_where_the_numbers_are_counted_otherwise_by_now_or_its_gpu_is_lost_too() -> None:
+    play = Play(new_node(node_spec(engine_spec(gpus=("GPU-1",)))))
+    play.cards = (GpuReading("", "", 0, error=15), card("GPU-1"), card("GPU-2"))
+    play.see(Booted()).spawn()
+    play.node = replace(play.node, telemetry=replace(play.node.telemetry, cuda_counts_lost=True))
+    play.see(Exited("a", 1, 1, None, tail=(NO_GPU,)))
+    assert play.node.telemetry.cuda_counts_lost
+    play = Play(new_node(node_spec(engine_spec(gpus=("GPU-1",)))))
+    play.cards = (GpuReading("", "", 0, error=15), card("GPU-1"), card("GPU-2"))
+    play.see(Booted()).spawn()
+    play.sweep(GpuReading("", "", 0, error=15), GpuReading("", "", 1, error=15), card("GPU-2"), after=1.0)
+    play.see(Exited("a", 1, 1, None, tail=(NO_GPU,)))
+    assert not play.node.telemetry.cuda_counts_lost
+
+
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 

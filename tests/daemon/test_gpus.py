@@ -274,15 +274,17 @@ def test_processes_on_a_gpu_that_was_not_given(node: Callable[..., GpuNode], tmp
     one.daemon.wait_state("a", "ready", generation=2)
 
 
+@pytest.mark.parametrize("number", [1, 2])
 def test_where_cuda_counts_a_gpu_that_was_lost_before_the_daemon_began(
-    node: Callable[..., GpuNode], tmp_path: Path
+    node: Callable[..., GpuNode], tmp_path: Path, number: int
 ) -> None:
-    """NVML cannot say its name, the simulated CUDA counts it: one engine goes astray, and none after it."""
-    one = node(["h200", "h200", "h200", "h200"], engine(tmp_path, "a", 2), engine(tmp_path, "b", 3, autostart=False))
+    """NVML cannot say its name, the simulated CUDA counts it: one engine meets it or goes astray, and none after it."""
+    kinds = ["h200", "h200", "h200", "h200"]
+    one = node(kinds, engine(tmp_path, "a", number), engine(tmp_path, "b", 3, autostart=False))
     one.box.gpu(0).lose()
     one.daemon.start()
     one.daemon.wait_state("a", "ready", generation=2)
-    assert one.devices("a") == ["1", "2"]
+    assert one.devices("a") == [str(number - 1), str(number)]
     one.daemon.cli("start", "b")
     one.wait_gpu(one.box.gpu(3), lambda g: [p["engine"] for p in g["processes"]] == ["b"], "to hold a worker")
     assert (one.devices("b"), one.daemon.engine("b")["generation"]) == (["3"], 1)
