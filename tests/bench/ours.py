@@ -128,7 +128,6 @@ def targets_table(
         "Medians are judged. What a missed target would take is in the table named beside it: to do without a part.",
         (
             f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
-            f"On: polls every {scale.POLL_S} s, `/metrics` scraped every {SCRAPE_S} s, a webhook by HTTPS for all"
             " events (which refuses), history. Canaries come after 60 s without work: at most one per engine in a"
             " window. No GPU here, so no helper for NVML."
         ),
