@@ -446,7 +446,7 @@ class Telemetry:
     unresponsive: bool = False
     """It hangs: nothing is known of GPUs, and supervision goes on without."""
     cuda_counts_lost: bool = False
-    """As an engine on a wrong GPU has shown: CUDA's numbers go on over a GPU that is lost."""
+    """CUDA's numbers go on over a GPU that is lost: learned from an engine on a wrong GPU, or on none."""
 
 
 @dataclass(frozen=True, slots=True)
